@@ -1,0 +1,139 @@
+"""Load and save looped models as ``config.json`` + safetensors + ``tokenizer.json``.
+
+A checkpoint is never run as code: the architecture is ours, the weights are safetensors, and every tensor's name
+and shape is checked before use.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+
+import torch
+
+from residualquant.errors import ResidualQuantError
+from residualquant.models.ouro import Ouro, OuroConfig
+
+HUB_REVISIONS = {"ByteDance/Ouro-1.4B": "e3b1e0993b1231a51d6069a870476dda4162c00a"}
+
+
+def model_folder(name_or_path: str) -> Path:
+    """Folder of a checkpoint: a path, the name of a model shipped under ``data/models``, or a hub id.
+
+    Raises:
+        ResidualQuantError: nothing of that name is here, or the hub cannot be reached.
+    """
+    from residualquant.repro.paths import models_dir
+
+    for folder in (Path(name_or_path), models_dir() / name_or_path):
+        if (folder / "config.json").is_file():
+            return folder
+    if name_or_path.count("/") == 1 and not name_or_path.startswith((".", "/")):
+        return _download(name_or_path)
+    shipped = sorted(p.parent.name for p in models_dir().glob("*/config.json"))
+    raise ResidualQuantError(f"no model {name_or_path!r}: give a folder with config.json, or one of {shipped}")
+
+
+def _download(repo: str) -> Path:
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(
+            snapshot_download(
+                repo, revision=HUB_REVISIONS.get(repo), allow_patterns=["*.safetensors", "*.json", "tokenizer*"]
+            )
+        )
+    except Exception as error:  # the hub client raises many kinds; all mean the same to the user
+        raise ResidualQuantError(f"the checkpoint {repo!r} could not be fetched from the hub: {error}") from error
+
+
+def _read_weights(folder: Path) -> tuple[dict[str, torch.Tensor], str]:
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise ResidualQuantError(f"{folder.name} holds no .safetensors file")
+    weights: dict[str, torch.Tensor] = {}
+    digest = hashlib.sha256()
+    for file in files:
+        try:
+            weights |= load_file(file)
+        except (SafetensorError, OSError, ValueError) as error:
+            raise ResidualQuantError(f"{file.name} in {folder.name} is truncated or not safetensors: {error}") from error
+        with file.open("rb") as handle:
+            digest.update(hashlib.file_digest(handle, "sha256").digest())
+    return weights, digest.hexdigest()
+
+
+def _check_names(model: Ouro, weights: dict[str, torch.Tensor], name: str) -> None:
+    wanted = {k: tuple(v.shape) for k, v in model.state_dict().items()}
+    missing, foreign = sorted(wanted.keys() - weights.keys()), sorted(weights.keys() - wanted.keys())
+    if missing or foreign:
+        what = f"lacks {missing[0]!r}" if missing else f"has an unknown tensor {foreign[0]!r}"
+        raise ResidualQuantError(
+            f"{name} is not a checkpoint of this architecture: it {what} "
+            f"({len(missing)} missing, {len(foreign)} unknown tensors)"
+        )
+    for key, shape in wanted.items():
+        if tuple(weights[key].shape) != shape:
+            raise ResidualQuantError(f"{name}: {key} has shape {tuple(weights[key].shape)}, config.json implies {shape}")
+        if not torch.isfinite(weights[key]).all():
+            raise ResidualQuantError(f"{name}: {key} holds values that are not finite")
+
+
+def load_model(
+    name_or_path: str = "mini-ouro-maths",
+    device: str | torch.device | None = None,
+    dtype: torch.dtype | None = None,
+) -> Ouro:
+    """A looped model in eval mode, with ``tokenizer``, ``name`` and ``weights_hash`` set.
+
+    Args:
+        name_or_path: a folder, a shipped model's name, or a hub id such as ``ByteDance/Ouro-1.4B``.
+        device: "cuda" where there is one, else "cpu", when None.
+        dtype: BF16 on a GPU and FP32 on a CPU when None. (K and V are rounded to BF16 by the cache either way.)
+
+    Raises:
+        ResidualQuantError: no such model; a truncated, foreign or non-finite checkpoint; no GPU where one was asked.
+    """
+    device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ResidualQuantError("device 'cuda' was asked for, but no CUDA GPU is visible here")
+    dtype = dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)
+    folder = model_folder(str(name_or_path))
+    try:
+        values = json.loads((folder / "config.json").read_text())
+        if values.get("model_type") != "ouro":
+            raise ValueError(f"model_type is {values.get('model_type')!r}, expected 'ouro'")
+        config = OuroConfig.from_dict(values)
+    except (ValueError, TypeError, AttributeError) as error:
+        raise ResidualQuantError(f"config.json of {folder.name} cannot be used: {error}") from error
+    weights, weights_hash = _read_weights(folder)
+    with torch.device("meta"):
+        model = Ouro(config)
+    _check_names(model, weights, folder.name)
+    model.load_state_dict({k: v.to(device, dtype) for k, v in weights.items()}, assign=True)
+    model.eval().requires_grad_(False)
+    model.name, model.weights_hash = folder.name, weights_hash
+    if (folder / "tokenizer.json").is_file():
+        from tokenizers import Tokenizer
+
+        model.tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    return model
+
+
+def save_model(model: Ouro, folder: str | Path, tokenizer=None) -> Path:
+    """Write ``config.json``, ``model.safetensors`` (BF16) and, when given, ``tokenizer.json`` to ``folder``."""
+    from safetensors.torch import save_file
+
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    weights = {k: v.detach().to("cpu", torch.bfloat16).contiguous() for k, v in model.state_dict().items()}
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    config = {"architectures": ["OuroForCausalLM"], **model.config.to_dict(), "torch_dtype": "bfloat16"}
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    if tokenizer is not None:
+        tokenizer.save(str(folder / "tokenizer.json"))
+    return folder
