@@ -1,0 +1,113 @@
+"""Where everything lies. No other module spells a directory name.
+
+Outputs go under the workspace: the folder named by ``RESIDUALQUANT_HOME``, else the checkout this package runs from,
+else (an installed wheel) the current folder. Inputs that ship with the project — the paper's numbers, the mini
+models, the notebooks, the committed records — are looked for there first and then inside the installed package.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+
+from residualquant.errors import ResidualQuantError
+
+PACKAGE = Path(__file__).resolve().parents[1]
+
+
+def workspace() -> Path:
+    """The folder that outputs are written under (see the module's text)."""
+    if home := os.environ.get("RESIDUALQUANT_HOME"):
+        return Path(home)
+    checkout = PACKAGE.parent
+    return checkout if (checkout / "pyproject.toml").is_file() else Path.cwd()
+
+
+def _shipped(*parts: str) -> Path:
+    """A shipped input: the workspace's copy when there is one, else the installed package's or the checkout's."""
+    mine = workspace().joinpath(*parts)
+    if mine.exists():
+        return mine
+    for base in (PACKAGE, PACKAGE.parent):
+        if (found := base.joinpath(*parts)).exists():
+            return found
+    return mine
+
+
+def data_dir(profile: str) -> Path:
+    """``data/<profile>``: the CSVs and records of one profile."""
+    return workspace() / "data" / profile
+
+
+def records_dir(profile: str) -> Path:
+    """``data/<profile>/records``: one JSONL file per (model, task)."""
+    return data_dir(profile) / "records"
+
+
+def committed_dir(profile: str) -> Path:
+    """``data/<profile>/.committed``: what a fresh run set aside, to compare itself with at the end."""
+    return data_dir(profile) / ".committed"
+
+
+def shipped_data_dir(profile: str) -> Path:
+    """``data/<profile>`` as shipped: the workspace's, or the copy inside an installed wheel."""
+    return _shipped("data", profile)
+
+
+def figures_dir(profile: str) -> Path:
+    """``figures/<profile>``: pictures and the report page."""
+    return workspace() / "figures" / profile
+
+
+def runs_dir(profile: str) -> Path:
+    """``data/runs/<profile>``: executed notebooks (not committed)."""
+    return workspace() / "data" / "runs" / profile
+
+
+def models_dir() -> Path:
+    """``data/models``: the shipped checkpoints."""
+    return _shipped("data", "models")
+
+
+def paper_dir() -> Path:
+    """``data/paper``: the numbers printed in the paper."""
+    return _shipped("data", "paper")
+
+
+def notebooks_dir() -> Path:
+    """``notebooks``: one notebook per label of the paper, stripped of outputs."""
+    return _shipped("notebooks")
+
+
+def write_atomic(path: Path, content: str | bytes) -> bool:
+    """Write ``content`` whole or not at all: a temporary file, fsync, rename. Returns False if it was there already.
+
+    Raises:
+        ResidualQuantError: the disk is full or the folder cannot be written; no partial file is left.
+    """
+    content = content.encode() if isinstance(content, str) else content
+    path = Path(path)
+    if path.is_file() and path.read_bytes() == content:
+        return False
+    temporary = None
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
+        with os.fdopen(handle, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(temporary, 0o644)
+        os.replace(temporary, path)
+    except OSError as error:
+        if temporary:
+            Path(temporary).unlink(missing_ok=True)
+        raise ResidualQuantError(f"{show(path)} could not be written ({error.strerror}); nothing was changed") from error
+    return True
+
+
+def show(path: Path) -> str:
+    """``path`` as written in messages: relative to the workspace where it lies inside it."""
+    path = Path(path)
+    return str(path.relative_to(workspace())) if path.is_relative_to(workspace()) else str(path)

@@ -1,0 +1,107 @@
+"""Who made a number: versions, machine, commit. Kept beside results, never part of their key."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import hashlib
+import os
+import platform
+import subprocess
+from collections.abc import Iterable
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from residualquant.repro import paths
+
+# What decides an answer, besides weights, problems, scorers and settings that are in the key themselves.
+METHOD_SOURCES = (
+    "affine.py", "cache.py", "config.py", "engine.py", "residual.py", "models/ouro.py", "rotation/__init__.py",
+    "rotation/hadamard.py",
+)  # fmt: skip
+_PACKAGES = ("torch", "numpy", "scipy", "pandas", "tokenizers", "safetensors", "evalplus", "math-verify")
+
+
+def _package_version(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return "absent"
+
+
+def _commit() -> str:
+    """Commit of the checkout this package runs from, with "+" when a tracked source differs; "none" without git."""
+    try:
+        git = ["git", "-C", str(paths.PACKAGE.parent)]
+        inside = subprocess.run([*git, "rev-parse", "--show-toplevel"], capture_output=True, text=True, timeout=10)
+        if inside.returncode or Path(inside.stdout.strip()) != paths.PACKAGE.parent:
+            return "none"
+        head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, timeout=10)
+        edits = subprocess.run(
+            [*git, "status", "--porcelain", "--untracked-files=no", "--", "residualquant", "kernels"],
+            capture_output=True, text=True, timeout=30,
+        )  # fmt: skip
+    except (OSError, subprocess.TimeoutExpired):
+        return "none"
+    return head.stdout.strip()[:12] + ("+" if edits.stdout.strip() else "") if head.returncode == 0 else "none"
+
+
+def _cpu_name() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def provenance(device: str = "cpu") -> dict:
+    """Versions, machine, commit and time, as plain JSON; no host name, user name or path."""
+    import torch
+
+    made = {
+        "residualquant": _package_version("residualquant"),
+        "commit": _commit(),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "python": platform.python_version(),
+        "system": f"{platform.system()} {platform.machine()}",
+        "cpu": _cpu_name(),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "packages": {name: _package_version(name) for name in _PACKAGES},
+    }
+    if torch.device(device).type == "cuda":
+        made["gpu"], made["cuda"] = torch.cuda.get_device_name(device), torch.version.cuda
+    return made
+
+
+def _meaning(source: str) -> str:
+    """The syntax tree of a module without its docstrings, so that comments and wording do not count."""
+    tree = ast.parse(source)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            first = node.body[0] if node.body else None
+            if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant) and isinstance(first.value.value, str):
+                node.body = node.body[1:]
+    return ast.dump(tree)
+
+
+def hash_sources(files: Iterable[Path]) -> str:
+    """sha256 of what the Python files ``files`` do, whatever their comments and docstrings say."""
+    digest = hashlib.sha256()
+    for file in sorted(files):
+        digest.update(f"\0{file.name}\0".encode() + _meaning(file.read_text()).encode())
+    return digest.hexdigest()
+
+
+@functools.cache
+def method_hash() -> str:
+    """Hash of the code that turns a prompt and a configuration into an answer (``METHOD_SOURCES``)."""
+    return hash_sources(file for name in METHOD_SOURCES if (file := paths.PACKAGE / name).is_file())[:16]
+
+
+def package_hash() -> str:
+    """Hash of every module of the package: a finished run is "up to date" only while this is the same."""
+    return hash_sources(f for f in paths.PACKAGE.rglob("*.py") if "kernels" not in f.parts)[:16]

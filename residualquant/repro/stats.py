@@ -1,0 +1,122 @@
+"""Intervals and paired tests for accuracies. Every comparison is per problem, on the same problems.
+
+* ``wilson``: the interval of one accuracy.
+* ``mcnemar_exact``: two-sided test that two methods solve equally many of the same problems.
+* ``paired_difference``: the interval of a difference of accuracies; ``tost``: "the same, within 3 points".
+* ``mean_interval``: the interval of an equal-weight mean over tasks.
+
+A ``Pair`` counts, over the problems both methods answered, those only the first solved (b) and only the second (c).
+The paired interval adds half a count to each of the four cells (Agresti & Min, Statistics in Medicine 2005), so that
+eight problems on which two methods agree do not pass for certainty.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import sqrt
+
+MARGIN = 0.03
+
+
+@dataclass(frozen=True)
+class Pair:
+    """``only_first`` (b) and ``only_second`` (c) of ``n`` problems answered by both methods."""
+
+    only_first: int
+    only_second: int
+    n: int
+
+    def __post_init__(self) -> None:
+        if min(self.only_first, self.only_second) < 0 or self.only_first + self.only_second > self.n:
+            raise ValueError(f"a pair needs 0 <= only_first + only_second <= n, got {self}")
+
+    @classmethod
+    def of(cls, first: Mapping[str, bool], second: Mapping[str, bool]) -> Pair:
+        """The pair of two {problem id: correct} maps, over the problems in both."""
+        common = first.keys() & second.keys()
+        return cls(
+            sum(first[p] and not second[p] for p in common), sum(second[p] and not first[p] for p in common), len(common)
+        )
+
+    @property
+    def difference(self) -> float:
+        """Accuracy of the first minus that of the second, as a fraction."""
+        return (self.only_first - self.only_second) / self.n if self.n else float("nan")
+
+
+def wilson(correct: int, n: int, confidence: float = 0.95) -> tuple[float, float]:
+    """Wilson score interval of ``correct`` out of ``n``, as fractions.
+
+    Raises:
+        ValueError: not 0 <= correct <= n, or n is 0.
+    """
+    from scipy.stats import binomtest
+
+    if n < 1 or not 0 <= correct <= n:
+        raise ValueError(f"need 0 <= correct <= n and n >= 1, got correct={correct} and n={n}")
+    interval = binomtest(correct, n).proportion_ci(confidence, method="wilson")
+    return float(interval.low), float(interval.high)
+
+
+def mcnemar_exact(*pairs: Pair) -> float:
+    """Two-sided exact McNemar p of "equally many solved": discordant problems as fair coin tosses, pairs pooled."""
+    from scipy.stats import binomtest
+
+    first, second = sum(p.only_first for p in pairs), sum(p.only_second for p in pairs)
+    return float(binomtest(first, first + second).pvalue) if first + second else 1.0
+
+
+def _adjusted(pairs: Sequence[Pair]) -> tuple[float, float]:
+    """Equal-weight mean over ``pairs`` of the Agresti-Min difference, and its standard error."""
+    if not pairs or any(p.n < 1 for p in pairs):
+        raise ValueError(f"a paired comparison needs problems answered by both methods, got {list(pairs)}")
+    estimate, variance = 0.0, 0.0
+    for pair in pairs:
+        b, c, n = pair.only_first + 0.5, pair.only_second + 0.5, pair.n + 2
+        estimate += (b - c) / n
+        variance += (b + c - (b - c) ** 2 / n) / n**2
+    return estimate / len(pairs), sqrt(variance) / len(pairs)
+
+
+def paired_difference(*pairs: Pair, confidence: float = 0.95) -> tuple[float, float, float]:
+    """(difference, low, high) of first minus second, as fractions; several pairs: the equal-weight mean over them."""
+    from scipy.stats import norm
+
+    centre, error = _adjusted(pairs)
+    reach = float(norm.ppf(0.5 + confidence / 2)) * error
+    return sum(p.difference for p in pairs) / len(pairs), centre - reach, centre + reach
+
+
+def noninferiority(*pairs: Pair, margin: float = MARGIN) -> float:
+    """One-sided p of "the first is more than ``margin`` worse": small means not worse."""
+    from scipy.stats import norm
+
+    centre, error = _adjusted(pairs)
+    return float(norm.sf((centre + margin) / error))
+
+
+def tost(*pairs: Pair, margin: float = MARGIN) -> float:
+    """Two one-sided tests: p of "the accuracies differ by more than ``margin``"; small means the same."""
+    from scipy.stats import norm
+
+    centre, error = _adjusted(pairs)
+    return float(max(norm.sf((centre + margin) / error), norm.cdf((centre - margin) / error)))
+
+
+def mean_interval(cells: Sequence[tuple[int, int]], confidence: float = 0.95) -> tuple[float, float, float]:
+    """(mean, low, high) of the equal-weight mean of several accuracies, each (correct, n).
+
+    The limits recover each task's variance from its Wilson limits (MOVER, Donner & Zou 2012), so one task gives
+    Wilson's interval exactly: ``low = mean - sqrt(sum_t (p_t - low_t)^2) / tasks`` and alike above.
+    """
+    if not cells:
+        raise ValueError("the mean of no accuracies was asked for")
+    below = above = total = 0.0
+    for correct, n in cells:
+        low, high = wilson(correct, n, confidence)
+        total += correct / n
+        below += (correct / n - low) ** 2
+        above += (high - correct / n) ** 2
+    mean = total / len(cells)
+    return mean, mean - sqrt(below) / len(cells), mean + sqrt(above) / len(cells)
