@@ -61,7 +61,8 @@ def _read_weights(folder: Path) -> tuple[dict[str, torch.Tensor], str]:
         try:
             weights |= load_file(file)
         except (SafetensorError, OSError, ValueError) as error:
-            raise ResidualQuantError(f"{file.name} in {folder.name} is truncated or not safetensors: {error}") from error
+            what = f"{file.name} in {folder.name} is truncated or not safetensors"
+            raise ResidualQuantError(f"{what}: {error}") from error
         with file.open("rb") as handle:
             digest.update(hashlib.file_digest(handle, "sha256").digest())
     return weights, digest.hexdigest()
@@ -77,8 +78,9 @@ def _check_names(model: Ouro, weights: dict[str, torch.Tensor], name: str) -> No
             f"({len(missing)} missing, {len(foreign)} unknown tensors)"
         )
     for key, shape in wanted.items():
-        if tuple(weights[key].shape) != shape:
-            raise ResidualQuantError(f"{name}: {key} has shape {tuple(weights[key].shape)}, config.json implies {shape}")
+        found = tuple(weights[key].shape)
+        if found != shape:
+            raise ResidualQuantError(f"{name}: {key} has shape {found}, config.json implies {shape}")
         if not torch.isfinite(weights[key]).all():
             raise ResidualQuantError(f"{name}: {key} holds values that are not finite")
 

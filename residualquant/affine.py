@@ -1,0 +1,139 @@
+"""The group-wise affine quantiser and its bytes (Sec. 2.1).
+
+Per token and head, groups of ``g`` consecutive channels share an FP8 scale and an FP8 offset.  Nothing crosses tokens
+or heads and every step is elementwise or a min/max, so a token's bytes do not depend on what it is batched with.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from residualquant.config import BITS, RAW_BITS
+
+FP8 = torch.float8_e4m3fn
+FP8_MAX = 448.0  # overflow is NaN in some FP8 casts and 448 in others, so everything is clamped before a cast
+
+# Factor on the half-range of a group.  A 2-bit group has the configuration's int2_clip instead (0.9 by default).
+CLIP = {1: 0.6, 3: 0.97, 4: 1.0, 8: 1.0}
+
+
+def quantize(x: Tensor, bits: int, group_size: int, int2_clip: float = 0.9) -> tuple[Tensor, Tensor]:
+    """Codes, and the FP8 metadata they were computed from (Sec. 2.1).
+
+    ::
+
+        lo, hi = min, max of the group;  2 rad = (hi - lo) * clip
+        offset = e4m3fn((lo + hi)/2 - rad);  scale = e4m3fn(2 rad / (2^b - 1))
+        n = (x - offset) / (scale if scale > 0 else 1);  code = clamp(round n, a half down, 0, 2^b - 1)
+
+    Codes come from the *stored* scale and offset: ideal ones would double the INT4 error.
+
+    Args:
+        x: [..., D] fp32, finite.
+        bits: 1, 2, 3, 4 or 8.
+        group_size: channels per group; divides D.
+        int2_clip: clip of 2-bit groups.
+
+    Returns:
+        codes: [..., D] fp32, whole numbers from 0 to 2^b - 1.
+        metadata: [..., D/g, 2] float8_e4m3fn, scale and offset.
+
+    Raises:
+        ValueError: other ``bits``, or a ``group_size`` that does not divide D.
+    """
+    if bits != 2 and bits not in CLIP:
+        raise ValueError(f"bits must be one of 1, 2, 3, 4, 8, got {bits!r}")
+    if group_size < 1 or x.shape[-1] % group_size:
+        raise ValueError(f"group_size must divide {x.shape[-1]} channels, got {group_size!r}")
+    levels = 2**bits - 1
+    groups = x.unflatten(-1, (-1, group_size))
+    lo, hi = groups.amin(-1), groups.amax(-1)
+    width = (hi - lo) * (int2_clip if bits == 2 else CLIP[bits])
+    metadata = torch.stack((width / levels, (lo + hi - width) / 2), -1)
+    metadata += 0.0  # a zero has no sign in the bytes: the sign of min(-0, 0) depends on the order of the reduction
+    metadata = metadata.clamp_(-FP8_MAX, FP8_MAX).to(FP8)
+
+    scale, offset = metadata.float().unsqueeze(-2).unbind(-1)
+    codes = (groups - offset.mT).div_(torch.where(scale > 0, scale, 1.0).mT)
+    # ceil(n - 1/2) is floor(n) + [frac(n) > 1/2]: a half rounds down.
+    codes = codes.sub_(0.5).ceil_().clamp_(0, levels)
+    return codes.flatten(-2), metadata
+
+
+def dequantize(codes: Tensor, metadata: Tensor) -> Tensor:
+    """Values ``offset + scale * code`` (Sec. 2.1).  The product is exact in FP32, so fusing changes no bit.
+
+    Args:
+        codes: [..., D] whole numbers, uint8 or fp32.
+        metadata: [..., D/g, 2] float8_e4m3fn.
+
+    Returns:
+        [..., D] fp32.
+    """
+    scale, offset = metadata.float().unsqueeze(-2).unbind(-1)
+    groups = codes.float().unflatten(-1, (metadata.shape[-2], -1))
+    return torch.addcmul(offset.mT, scale.mT, groups).flatten(-2)
+
+
+def pack_codes(codes: Tensor, bits: int) -> Tensor:
+    """Bytes of the codes: code i sits at bits ``b (i mod 8/b)`` of byte ``i // (8/b)``.
+
+    3-bit codes are a plane of their low 2 bits followed by a plane of their high bit.
+
+    Args:
+        codes: [..., D] whole numbers from 0 to 2^b - 1; D a multiple of 8.
+        bits: 0, 1, 2, 3, 4 or 8.
+
+    Returns:
+        [..., D b / 8] uint8.
+
+    Raises:
+        ValueError: other ``bits``.
+    """
+    _check_packable(bits)
+    codes = codes.to(torch.uint8)
+    if bits == 0:
+        return codes[..., :0]
+    if bits == 8:
+        return codes
+    if bits == 3:
+        return torch.cat((pack_codes(codes & 3, 2), pack_codes(codes >> 2, 1)), -1)
+    per_byte = 8 // bits
+    return (codes.unflatten(-1, (-1, per_byte)) << _shifts(bits, codes.device)).sum(-1, dtype=torch.uint8)
+
+
+def unpack_codes(packed: Tensor, bits: int, head_dim: int) -> Tensor:
+    """The codes that :func:`pack_codes` packed.
+
+    Args:
+        packed: [..., D b / 8] uint8.
+        bits: 0, 1, 2, 3, 4 or 8.
+        head_dim: D.
+
+    Returns:
+        [..., D] uint8; zeros for 0 bits.
+
+    Raises:
+        ValueError: other ``bits``, or another number of bytes.
+    """
+    _check_packable(bits)
+    if packed.shape[-1] != head_dim * bits // 8:
+        raise ValueError(f"{head_dim} codes of {bits} bits take {head_dim * bits // 8} bytes, got {packed.shape[-1]}")
+    if bits == 0:
+        return packed.new_zeros(*packed.shape[:-1], head_dim)
+    if bits == 8:
+        return packed
+    if bits == 3:
+        low, high = packed.split((head_dim // 4, head_dim // 8), -1)
+        return unpack_codes(low, 2, head_dim) | unpack_codes(high, 1, head_dim) << 2
+    return ((packed.unsqueeze(-1) >> _shifts(bits, packed.device)) & (2**bits - 1)).flatten(-2)
+
+
+def _shifts(bits: int, device: torch.device) -> Tensor:
+    return torch.arange(0, 8, bits, dtype=torch.uint8, device=device)
+
+
+def _check_packable(bits: int) -> None:
+    if bits not in BITS or bits == RAW_BITS:
+        raise ValueError(f"bits of packed codes must be one of 0, 1, 2, 3, 4, 8, got {bits!r}")

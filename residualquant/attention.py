@@ -1,0 +1,130 @@
+"""Attention over a BF16 step and a past kept in rotated space (Sec. 4).
+
+    score = (q U_K) . Zhat_K        out = (sum_t p_t Zhat_V,t) U_V^T        softmax and accumulation in FP32
+
+The past is never rotated back: the query is rotated once and the output once. All of it is plain PyTorch; grouped
+queries are folded into the query axis, so Hq = H and Hq = G*H take the same path.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+LARGEST = 65504.0
+
+
+def to_bf16(x: Tensor) -> Tensor:
+    """``x`` as the cache holds it: rounded to BF16, NaN replaced by 0, everything else within +-65504.
+
+    A NaN that stayed in K or V would spoil other tokens, since 0 * NaN = NaN in the sum of values.
+    """
+    return torch.nan_to_num(x, nan=0.0).clamp(-LARGEST, LARGEST).to(torch.bfloat16)
+
+
+def count_unusable(x: Tensor) -> Tensor:
+    """Number (a 0-dim tensor, so that no GPU is waited for) of values :func:`to_bf16` has to replace."""
+    return (~(x.abs() <= LARGEST)).sum()
+
+
+def rotate(x: Tensor, matrix: Tensor | None) -> Tensor:
+    """``x @ T`` for x [..., Hx, D]: T is [D, D], or [H, D, D] with Hx = G*H consecutive query heads per KV head."""
+    if matrix is None or matrix.dim() == 2:
+        return x if matrix is None else x @ matrix
+    grouped = x.unflatten(-2, (matrix.shape[0], -1))
+    return (grouped @ matrix).flatten(-3, -2)
+
+
+def rotate_back(x: Tensor, matrix: Tensor | None) -> Tensor:
+    """``x @ T^T``, the inverse of :func:`rotate` for an orthogonal T."""
+    return rotate(x, None if matrix is None else matrix.transpose(-1, -2))
+
+
+def attend_prompt(q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None = None) -> Tensor:
+    """Causal attention within one forward, as every prefill runs: BF16 values, no past.
+
+    Args:
+        q: [B, T, Hq, D]; k, v: [B, T, H, D].
+        valid: [B, T] bool, False on padding. A padded query sees only itself, so that it stays finite.
+
+    Returns:
+        [B, T, Hq, D] in the dtype of q.
+    """
+    mask = None
+    if valid is not None:
+        length = q.shape[1]
+        causal = torch.ones(length, length, dtype=torch.bool, device=q.device).tril()
+        mask = (causal & valid[:, None, :]) | torch.eye(length, dtype=torch.bool, device=q.device)
+        mask = mask[:, None]
+    out = F.scaled_dot_product_attention(
+        q.transpose(1, 2),
+        k.to(q.dtype).transpose(1, 2),
+        v.to(q.dtype).transpose(1, 2),
+        attn_mask=mask,
+        is_causal=mask is None,
+        enable_gqa=q.shape[2] != k.shape[2],
+    )
+    return out.transpose(1, 2)
+
+
+def attend_one(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
+    """One query token per row over one stretch of keys, in FP32.
+
+    Args:
+        q: [B, Hq, D] FP32; k, v: [B, H, S, D] FP32, in the space q is in.
+        bias: [B, 1, 1, S], 0 where a row may look and -inf elsewhere.
+
+    Returns:
+        [B, Hq, D] FP32, in the space v is in.
+    """
+    heads, dim = k.shape[1], k.shape[3]
+    scores = torch.matmul(q.unflatten(1, (heads, -1)) * dim**-0.5, k.transpose(-1, -2))
+    weights = torch.softmax(scores.add_(bias), dim=-1)
+    return torch.matmul(weights, v).flatten(1, 2)
+
+
+def attend_past_and_step(
+    q: Tensor,
+    past: tuple[Tensor, Tensor],
+    step: tuple[Tensor, Tensor],
+    matrices: tuple[Tensor | None, Tensor | None],
+    mask: Tensor | None = None,
+) -> Tensor:
+    """Attention of T new tokens over a packed past and their own BF16 K and V (the general form of Sec. 4).
+
+    Each part gives a partial sum and its log-sum-exp; the two are merged as a split-KV kernel merges its splits, and
+    the inverse rotation of the past's part is done there, once:
+    ``out = w * (sum_t p_t Zhat_V,t) U_V^T + (1 - w) * sum_t p_t V_t``.
+
+    Args:
+        q: [B, T, Hq, D], not rotated.
+        past: Zhat_K, Zhat_V [B, S, H, D] FP32 in rotated space.
+        step: K, V [B, T, H, D] BF16 of this forward, in the original space.
+        matrices: rotations of K and of V.
+        mask: [B, T, S + T] bool, what each query may see of past and step; None: all of the past, causal in the step.
+
+    Returns:
+        [B, T, Hq, D] in the dtype of q.
+    """
+    length = q.shape[1]
+    if mask is None:
+        mask = torch.ones(length, past[0].shape[1] + length, dtype=torch.bool, device=q.device)
+        mask = mask.tril(past[0].shape[1])[None]
+    query = q.float()
+    past_out, past_lse = _partial(rotate(query, matrices[0]), *past, mask[:, :, :-length])
+    step_out, step_lse = _partial(query, step[0].float(), step[1].float(), mask[:, :, -length:])
+    weight = torch.sigmoid(past_lse - step_lse)[..., None]
+    merged = torch.lerp(step_out, rotate_back(past_out, matrices[1]), weight)
+    return merged.to(q.dtype)
+
+
+def _partial(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Softmax-weighted values [B, T, Hq, D] and log-sum-exp [B, T, Hq] of one stretch; 0 and -inf where it is empty."""
+    heads, dim = k.shape[2], k.shape[3]
+    grouped = q.unflatten(2, (heads, -1)) * dim**-0.5
+    scores = torch.einsum("bthgd,bshd->bthgs", grouped, k)
+    scores = scores.masked_fill(~mask[:, :, None, None, :], -torch.inf)
+    lse = torch.logsumexp(scores, dim=-1)
+    weights = torch.exp(scores - lse.nan_to_num(neginf=0.0)[..., None])
+    return torch.einsum("bthgs,bshd->bthgd", weights, v).flatten(2, 3), lse.flatten(2, 3)

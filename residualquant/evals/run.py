@@ -1,0 +1,166 @@
+"""Evaluate KV configurations on a task: decode what is not in the records yet, score it, append it.
+
+All configurations of a task are decoded together (the prefill does not depend on them and is shared), and every
+answer is on disk as soon as it is finished.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from residualquant.evals.tasks import EOS_ID, MAX_NEW_TOKENS, TASKS_VERSION, Problem, problems
+from residualquant.repro.provenance import method_hash, provenance
+from residualquant.repro.records import SCHEMA, Answer, Cell, Writer
+
+if TYPE_CHECKING:
+    from residualquant.config import KVQuantConfig
+    from residualquant.models import Ouro
+
+SCORE_EVERY = 256
+
+
+def identity_of(
+    model: Ouro, task: str, chosen: Sequence[Problem], config: KVQuantConfig, *, max_new_tokens: int, seed: int
+) -> dict:
+    """Everything that decides the answers of one cell; its sha256 is the cell's key."""
+    from residualquant.evals.scorers import scorer_versions
+
+    data = json.dumps([asdict(p) for p in chosen], sort_keys=True, default=str)
+    return {
+        "schema": SCHEMA,
+        "model": model.name,
+        "weights": model.weights_hash,
+        "task": task,
+        "task_version": TASKS_VERSION,
+        "data": hashlib.sha256(data.encode()).hexdigest(),
+        "n": len(chosen),
+        "kv": _plain(config.to_dict()),
+        "decoding": {"strategy": "greedy", "max_new_tokens": max_new_tokens, "eos": [EOS_ID]},
+        "seed": seed,
+        "scorers": scorer_versions(task),
+        "method": method_hash(),
+        "device": model.device.type,
+        "dtype": str(model.dtype).removeprefix("torch."),
+    }
+
+
+def _plain(value):
+    """``value`` as JSON gives it back (tuples become lists), so that identities compare equal after reading."""
+    return json.loads(json.dumps(value))
+
+
+def evaluate(
+    model: Ouro,
+    task: str,
+    configs: Sequence[KVQuantConfig],
+    n: int,
+    records: str | Path,
+    *,
+    max_new_tokens: int | None = None,
+    max_rows: int | None = None,
+    seed: int = 0,
+    progress: bool = True,
+) -> list[Cell]:
+    """The cells of ``configs`` on the first ``n`` test problems of ``task``, complete and scored.
+
+    Answers that ``records`` (a JSONL file) holds already are kept; only missing (configuration, problem) pairs are
+    decoded. When all are there the file is rewritten sorted.
+
+    Args:
+        max_new_tokens: the task's own limit when None.
+        max_rows: most sequences decoded at once; the engine's own default when None.
+
+    Raises:
+        ValueError: an unknown task, n < 1, no configuration, or one given twice.
+        ResidualQuantError: another process writes the same file, or the disk is full.
+    """
+    if n < 1 or not configs or len(set(configs)) < len(configs):
+        raise ValueError(f"need n >= 1 and distinct configurations, got n={n} and {[c.label for c in configs]}")
+    chosen = problems(task, n)
+    limit = MAX_NEW_TOKENS[task] if max_new_tokens is None else max_new_tokens
+    made = provenance(model.device.type)
+    with Writer(Path(records)) as writer:
+        for sentence in writer.records.damage:
+            print(f"warning: {sentence}; it is computed again", file=sys.stderr)
+        identities = [identity_of(model, task, chosen, c, max_new_tokens=limit, seed=seed) for c in configs]
+        cells = [writer.start(identity, made) for identity in identities]
+        options = {"max_new_tokens": limit, "eos_ids": {EOS_ID}, "progress": progress}
+        if max_rows is not None:
+            options["max_rows"] = max_rows
+        for wanted, group in _missing(chosen, cells):
+            _decode(model, group, [(configs[i], cells[i]) for i in wanted], writer, options, chosen)
+        _score(task, chosen, cells, writer)
+        writer.finish(_superseded(writer, cells))
+    return cells
+
+
+def _missing(chosen: Sequence[Problem], cells: Sequence[Cell]) -> list[tuple[tuple[int, ...], list[Problem]]]:
+    """Problems grouped by the configurations that have not answered them."""
+    groups: dict[tuple[int, ...], list[Problem]] = {}
+    for problem in chosen:
+        wanted = tuple(i for i, cell in enumerate(cells) if problem.problem_id not in cell.answers)
+        if wanted:
+            groups.setdefault(wanted, []).append(problem)
+    return list(groups.items())
+
+
+def _decode(
+    model: Ouro,
+    group: list[Problem],
+    wanted: list[tuple[KVQuantConfig, Cell]],
+    writer: Writer,
+    options: dict,
+    chosen: Sequence[Problem],
+) -> None:
+    """Decode every problem of ``group`` under every configuration of ``wanted``; append each answer as it ends."""
+    from residualquant.engine import iter_decode
+
+    place = {p.problem_id: i for i, p in enumerate(chosen)}
+    prompts = [model.tokenizer.encode(p.prompt).ids for p in group]
+    cells = [cell for _, cell in wanted]
+    waiting = 0
+    for done in iter_decode(model, prompts, [config for config, _ in wanted], **options):
+        problem, cell = group[done.prompt_index], cells[done.config_index]
+        tokens = [t for t in done.tokens if t != EOS_ID]
+        text = model.tokenizer.decode(tokens)
+        index = place[problem.problem_id]
+        writer.add(cell, Answer(problem.problem_id, index, text, len(tokens), bool(done.finished)))
+        waiting += 1
+        if waiting >= SCORE_EVERY:
+            _score(problem.task, chosen, cells, writer)
+            waiting = 0
+
+
+def _score(task: str, chosen: Sequence[Problem], cells: Sequence[Cell], writer: Writer) -> None:
+    """Score every answer of ``cells`` that has no score yet, in one batch for the scorer."""
+    from residualquant.evals.scorers import score
+
+    by_id = {p.problem_id: p for p in chosen}
+    open_answers = [(cell, a) for cell in cells for a in cell.answers.values() if a.correct is None]
+    if not open_answers:
+        return
+    verdicts = score(task, [by_id[a.problem] for _, a in open_answers], [a.response for _, a in open_answers])
+    per_cell: dict[str, dict[str, bool]] = {}
+    for (cell, answer), verdict in zip(open_answers, verdicts):
+        per_cell.setdefault(cell.key, {})[answer.problem] = bool(verdict)
+    for cell in cells:
+        if cell.key in per_cell:
+            writer.score(cell, per_cell[cell.key])
+
+
+def _superseded(writer: Writer, cells: Sequence[Cell]) -> list[str]:
+    """Keys of older cells of the same model, task, size and configuration, whose code, weights or scorers differ."""
+    same = ("model", "task", "n", "kv", "seed", "device")
+    current = {cell.key[:16] for cell in cells}
+    finished = [{k: cell.identity[k] for k in same} for cell in cells]
+    return [
+        short
+        for short, cell in writer.records.cells.items()
+        if short not in current and {k: cell.identity.get(k) for k in same} in finished
+    ]

@@ -1,0 +1,75 @@
+"""`words`: arithmetic word problems with many look-alike facts (stands for GSM8K).
+
+Everybody owns some of one item; most sentences relate two people; the order is shuffled and some people do not
+matter. The solution first traces back from the person asked about, then computes forward. Finding the right
+sentence again and again is what a damaged KV cache is worst at.
+"""
+
+from __future__ import annotations
+
+import random
+
+from residualquant.evals.tasks.problem import Problem, rng_for
+
+NAMES = (
+    "Ann Bob Cal Dan Eve Fay Gus Hal Ian Joy Kim Lee Max Ned Oda Pam Quin Ray Sue Tom Uma Vic Wes Xia Yan Zoe "
+    "Abe Bea Cid Dot Eli Flo Gil Hana Ivo Jan Kay Lou Mia Noa"
+).split()
+ITEMS = "apples books coins shells stamps marbles".split()
+MAX_VALUE = 999
+# level: (people, steps from the first known number to the answer), both inclusive ranges
+LEVELS = {
+    1: ((3, 6), (1, 3)),
+    2: ((6, 10), (2, 5)),
+    3: ((8, 12), (3, 7)),
+    4: ((10, 16), (4, 9)),
+    5: ((14, 18), (6, 10)),
+}
+
+
+def _relate(r: random.Random, name: str, other: str, value: int, item: str) -> tuple[int, str, str]:
+    """Value, sentence and worked step of ``name``, whose amount follows from ``other``'s ``value``."""
+    kinds = ["+"] * 2 * (value < 900) + ["-"] * 2 * (value > 6) + ["*"] * (value <= 300)
+    kind = r.choice(kinds)
+    if kind == "+":
+        c = r.randint(1, min(60, MAX_VALUE - value))
+        result, text = value + c, f"{c} more {item} than {other}"
+    elif kind == "-":
+        c = r.randint(1, min(60, value - 1))
+        result, text = value - c, f"{c} fewer {item} than {other}"
+    else:
+        c = r.choice((2, 3))
+        result, text = value * c, f"{c} times as many {item} as {other}"
+    return result, f"{name} has {text}.", f"{name} = {value} {kind} {c} = {result}."
+
+
+def make(level: int, seed: int | str) -> Problem:
+    """The problem of (level, seed); same arguments, same problem."""
+    r = rng_for("words", level, seed)
+    (few, many), (short, long) = LEVELS[level]
+    people = r.randint(few, many)
+    depth = r.randint(short, min(people - 1, long))
+    names, item = r.sample(NAMES, people), r.choice(ITEMS)
+    value: dict[str, int] = {}
+    parent: dict[str, str | None] = {}
+    step: dict[str, str] = {}
+    facts = []
+    for i, name in enumerate(names):
+        if i == 0 or (i > depth and r.random() < 0.4):
+            value[name], parent[name] = r.randint(2, 60), None
+            fact, step[name] = f"{name} has {value[name]} {item}.", f"{name} = {value[name]}."
+        else:
+            other = names[i - 1] if i <= depth else r.choice(names[:i])
+            parent[name] = other
+            value[name], fact, step[name] = _relate(r, name, other, value[other], item)
+        facts.append(fact)
+    r.shuffle(facts)
+    chain, name = [], names[depth]
+    while name is not None:
+        chain.append(name)
+        name = parent[name]
+    asked = names[depth]
+    answer = str(value[asked])
+    prompt = f"Question: {' '.join(facts)} How many {item} does {asked} have?\nAnswer:"
+    lines = [" " + " < ".join(chain) + ".", *(step[n] for n in reversed(chain)), f"#### {answer}"]
+    return Problem("words", level, f"words/{level}/{seed}", prompt, "\n".join(lines), answer)

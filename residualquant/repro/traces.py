@@ -1,0 +1,234 @@
+"""K and V of a model on a prompt, and the data behind Figures 2 and 5.
+
+``visit_kv`` runs one forward pass and hands each (loop, layer)'s K and V to a visitor, so nothing is kept that the
+visitor does not keep: a 16k-token prompt of a 24-layer model needs the memory of one layer, not of 96.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from residualquant.errors import ResidualQuantError
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from residualquant.models import Ouro
+
+PAPER_LAYER, PAPER_HEAD = 3, 2  # counted from 1, Figures 2 and 5
+PAPER_PROBLEM = 3  # the fourth training problem
+TRACE_FILE = "kv_trace.safetensors"
+
+
+@dataclass(frozen=True)
+class Trace:
+    """K and V of one layer and KV head over a prompt, all loops: ``k``, ``v`` [L, T, D] FP32, post-RoPE, exactly BF16.
+
+    ``layer`` and ``head`` count from 1, as the paper's captions do.
+    """
+
+    k: Tensor
+    v: Tensor
+    layer: int
+    head: int
+    model: str
+    weights_hash: str
+    prompt: str
+
+    def save(self, path: Path) -> bool:
+        """Write the trace as one safetensors file (BF16), the same bytes every time. False if it was there already."""
+        from safetensors.torch import save
+
+        from residualquant.repro.paths import write_atomic
+
+        about = {n: getattr(self, n) for n in ("layer", "head", "model", "weights_hash", "prompt")}
+        tensors = {n: getattr(self, n).to(torch.bfloat16).contiguous() for n in ("k", "v")}
+        return write_atomic(Path(path), save(tensors, metadata={"about": json.dumps(about, sort_keys=True)}))
+
+    @classmethod
+    def load(cls, path: Path) -> Trace:
+        """The trace written by :meth:`save`.
+
+        Raises:
+            ResidualQuantError: the file is absent, truncated or no trace.
+        """
+        from safetensors import SafetensorError, safe_open
+
+        from residualquant.repro.paths import show
+
+        try:
+            with safe_open(path, framework="pt") as file:
+                about = json.loads(file.metadata()["about"])
+                return cls(file.get_tensor("k").float(), file.get_tensor("v").float(), **about)
+        except FileNotFoundError as error:
+            raise ResidualQuantError(f"{show(Path(path))} is missing: run the profile first") from error
+        except (SafetensorError, OSError, KeyError, TypeError, ValueError) as error:
+            raise ResidualQuantError(f"{show(Path(path))} is truncated or not a trace: {error}") from error
+
+
+@torch.inference_mode()
+def visit_kv(model: Ouro, ids: list[int], visit: Callable[[int, int, Tensor, Tensor], None]) -> None:
+    """Run ``ids`` through ``model`` once, calling ``visit(loop, layer, k, v)`` for each loop and layer (from 0).
+
+    k, v: [T, H, D], post-RoPE, rounded to BF16 (as the cache holds them) and given in the model's compute dtype;
+    attention uses the same rounded values. They may be views of buffers: copy what is to be kept.
+
+    Raises:
+        ValueError: an empty prompt.
+    """
+    from residualquant.models.ouro import causal_attention
+
+    if not ids:
+        raise ValueError("the prompt is empty: got 0 tokens")
+
+    def attend(loop: int, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        k, v = (x.to(torch.bfloat16).to(q.dtype) for x in (k, v))
+        visit(loop, layer, k[0], v[0])
+        return causal_attention(loop, layer, q, k, v)
+
+    model(torch.tensor([ids], device=model.device), attend=attend, last_only=True)
+
+
+def collect_trace(model: Ouro, ids: list[int], layer: int, head: int, prompt: str = "") -> Trace:
+    """K and V of one layer and KV head (from 1) over the tokens ``ids``. Peak memory: one layer beside the result.
+
+    Raises:
+        ValueError: a layer or head the model does not have.
+    """
+    shape = model.kv_shape
+    if not 1 <= layer <= shape.layers:
+        raise ValueError(f"layer must be between 1 and {shape.layers}, got {layer}")
+    if not 1 <= head <= shape.kv_heads:
+        raise ValueError(f"head must be between 1 and {shape.kv_heads}, got {head}")
+    kept: dict[str, list[Tensor]] = {"k": [], "v": []}
+
+    def keep(loop: int, at: int, k: Tensor, v: Tensor) -> None:
+        if at == layer - 1:
+            kept["k"].append(k[:, head - 1].float().cpu().clone())
+            kept["v"].append(v[:, head - 1].float().cpu().clone())
+
+    visit_kv(model, ids, keep)
+    k, v = torch.stack(kept["k"]), torch.stack(kept["v"])
+    return Trace(k, v, layer, head, model.name, model.weights_hash, prompt)
+
+
+def problem_tokens(model: Ouro, task: str, index: int, preceding: int = 0, split: str = "train") -> list[int]:
+    """Token ids of a problem's prompt and solution, after those of the ``preceding`` problems before it.
+
+    Raises:
+        ValueError: more preceding problems than there are.
+        ResidualQuantError: the model has no tokenizer.
+    """
+    from residualquant.evals.tasks import problems
+
+    if not 0 <= preceding <= index:
+        raise ValueError(f"preceding must be between 0 and {index}, got {preceding}")
+    if model.tokenizer is None:
+        raise ResidualQuantError(f"the model {model.name} has no tokenizer.json beside its weights")
+    chosen = problems(task, preceding + 1, split=split, start=index - preceding)
+    return model.tokenizer.encode("\n".join(p.prompt + p.solution for p in chosen)).ids
+
+
+def compute_figure_trace(model_name: str = "mini-ouro-maths", task: str = "words", preceding: int = 0) -> Trace:
+    """The trace of Figures 2 and 5: layer 3, KV head 2 (or the nearest there is), the fourth training problem.
+
+    The paper puts the three preceding examples before it (573 tokens of GSM8K). The minis are trained on one problem
+    at a time, up to 384 tokens, so ``preceding`` is 0 for them.
+    """
+    from residualquant.models import load_model
+
+    model = load_model(model_name)
+    shape = model.kv_shape
+    layer, head = min(PAPER_LAYER, shape.layers), min(PAPER_HEAD, shape.kv_heads)
+    ids = problem_tokens(model, task, PAPER_PROBLEM, preceding)
+    shots = f" after the {preceding} before it" if preceding else ""
+    prompt = f"training problem {PAPER_PROBLEM + 1} of {task!r}{shots}, with its solution, {len(ids)} tokens"
+    return collect_trace(model, ids, layer, head, prompt)
+
+
+def figure_trace(profile: str, compute: bool = True, **settings) -> Trace:
+    """The trace of Figures 2 and 5 of a profile.
+
+    Args:
+        compute: run the model and write ``data/<profile>/kv_trace.safetensors``; otherwise read that file.
+        settings: arguments of :func:`compute_figure_trace`; only with ``compute``.
+    """
+    from residualquant.repro.paths import data_dir, shipped_data_dir
+
+    if not compute:
+        return Trace.load(shipped_data_dir(profile) / TRACE_FILE)
+    trace = compute_figure_trace(**settings)
+    trace.save(data_dir(profile) / TRACE_FILE)
+    return trace
+
+
+def ls_coefficient(x: Tensor, reference: Tensor) -> Tensor:
+    """Least-squares alpha [...] of ``x`` [..., D] on ``reference`` (Sec. 3.2), unquantised; 0 where it is undefined."""
+    power = (reference * reference).sum(-1)
+    return torch.where(power > 0, (x * reference).sum(-1) / power, torch.zeros_like(power))
+
+
+def figure2_surfaces(trace: Trace) -> dict[str, Tensor]:
+    """The three surfaces of Figure 2, each |.| [T, D]: loop 1, loop 2, and loop 2 less alpha times loop 1 (LS).
+
+    Raises:
+        ValueError: a trace of fewer than two loops.
+    """
+    if len(trace.k) < 2:
+        raise ValueError(f"Figure 2 needs two loops, the trace has {len(trace.k)}")
+    first, second = trace.k[0], trace.k[1]
+    residual = second - ls_coefficient(second, first)[:, None] * first
+    return {r"$|K_1|$": first.abs(), r"$|K_2|$": second.abs(), r"$|K_2-\alpha_2K_1|$": residual.abs()}
+
+
+def figure5_surfaces(trace: Trace) -> list[dict[str, Tensor]]:
+    """The rows of Figure 5, loops 1 … L-1: |K_r|, |K_L| and |K_r - K_L| (alpha = 1, unquantised), each [T, D]."""
+    loops = len(trace.k)
+    if loops < 2:
+        raise ValueError(f"Figure 5 needs two loops, the trace has {loops}")
+    last = trace.k[-1]
+    return [
+        {
+            f"$|K_{r + 1}|$": trace.k[r].abs(),
+            f"$|K_{loops}|$": last.abs(),
+            f"$|K_{r + 1}-K_{loops}|$": (trace.k[r] - last).abs(),
+        }
+        for r in range(loops - 1)
+    ]
+
+
+def surface_table(trace: Trace, label: str) -> pd.DataFrame:
+    """The surfaces of ``label`` in numbers: mean, 99th percentile, maximum, and energy as a share of the loop's own.
+
+    Raises:
+        ValueError: a label other than "figure2" or "figure5".
+    """
+    import pandas as pd
+
+    if label not in ("figure2", "figure5"):
+        raise ValueError(f"label must be 'figure2' or 'figure5', got {label!r}")
+    surfaces = [(2, figure2_surfaces(trace))] if label == "figure2" else enumerate(figure5_surfaces(trace), start=1)
+    rows = []
+    for loop, group in surfaces:
+        own = float((trace.k[loop - 1] ** 2).sum())
+        for name, values in group.items():
+            plain = name.strip("$").replace(r"\alpha", "alpha").replace("_", "").replace("-", " - ")
+            plain = plain.replace("alpha2K1", "alpha2 K1")
+            rows.append(
+                {
+                    "loop": loop,
+                    "surface": plain,
+                    "mean": float(values.mean()),
+                    "p99": float(values.flatten().quantile(0.99)),
+                    "max": float(values.max()),
+                    "energy_share": float((values**2).sum()) / own,
+                }
+            )
+    return pd.DataFrame(rows)

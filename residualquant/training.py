@@ -1,0 +1,249 @@
+"""Train a small Ouro-shaped model on the procedural tasks, on one GPU in minutes.
+
+The loss is Ouro's: the cross-entropy after every loop, weighted by the exit distribution plus a floor (so that every
+loop learns), minus an entropy bonus that keeps the gate from collapsing. Prompts weigh little, solutions fully.
+Problems are made on the fly by worker processes; a problem whose prompt belongs to the test split is never used.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from residualquant.errors import ResidualQuantError
+from residualquant.evals.tasks import EOS_ID, PAD_ID, is_test_prompt, make_problem
+from residualquant.models import Ouro, OuroConfig, save_model
+
+PROMPT_WEIGHT = 0.02
+WORD = r" ?\d| ?[A-Za-z]+| ?[^\sA-Za-z\d]+|\s+(?!\S)|\s+"
+LEVEL_WEIGHTS = {1: 1, 2: 1, 3: 2, 4: 4, 5: 2}
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """Everything that decides a training run. The defaults are those of the shipped minis."""
+
+    model: str = "mini-ouro-maths"
+    """Name of the model, also of its folder under --out."""
+    tasks: tuple[str, ...] = ("words", "algebra")
+    """Procedural tasks to learn, in equal parts."""
+    out: Path = Path("data/models")
+    """Folder that will hold the model's folder."""
+    hidden_size: int = 256
+    intermediate_size: int = 704
+    layers: int = 4
+    heads: int = 2
+    head_dim: int = 128
+    loops: int = 4
+    rope_theta: float = 10_000.0
+    vocab_size: int = 512
+    steps: int = 6500
+    """Optimiser steps at most."""
+    max_seconds: float = 420.0
+    """Wall-clock limit; the learning-rate schedule ends at whichever limit comes first."""
+    batch: int = 256
+    tokens: int = 352
+    """Longest problem (prompt + solution); longer ones are not used."""
+    learning_rate: float = 3e-3
+    warmup: int = 200
+    weight_decay: float = 0.05
+    loop_floor: float = 0.1
+    entropy_bonus: float = 0.1
+    workers: int = 14
+    seed: int = 0
+    device: str = "cuda"
+    compile: bool = True
+
+
+def build_tokenizer(tasks: tuple[str, ...], vocab_size: int):
+    """A byte-level BPE trained on the tasks' own training text (deterministic).
+
+    A digit is always a token of its own; the space before a number belongs to its first digit.
+    """
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(WORD), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    made = (make_problem(task, level, f"bpe{s}") for task in tasks for level in LEVEL_WEIGHTS for s in range(400))
+    text = (p.prompt + p.solution for p in made if not is_test_prompt(p.prompt))
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=["<pad>", "<eos>"],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(text, trainer)
+    if tokenizer.token_to_id("<pad>") != PAD_ID or tokenizer.token_to_id("<eos>") != EOS_ID:
+        raise ResidualQuantError("the tokenizer did not keep the ids of <pad> and <eos>")
+    return tokenizer
+
+
+class ProblemStream(torch.utils.data.IterableDataset):
+    """Endless batches (ids [B, T+1] int64, weights [B, T+1] FP32); one independent stream per worker."""
+
+    def __init__(self, config: TrainConfig, tokenizer_json: str):
+        self.config, self.tokenizer_json = config, tokenizer_json
+
+    def __iter__(self):
+        from tokenizers import Tokenizer
+
+        worker = torch.utils.data.get_worker_info()
+        rng = random.Random(f"{self.config.seed}/{worker.id if worker else 0}")
+        tokenizer = Tokenizer.from_str(self.tokenizer_json)
+        while True:
+            yield self._batch(rng, tokenizer)
+
+    def _batch(self, rng: random.Random, tokenizer) -> tuple[Tensor, Tensor]:
+        c = self.config
+        ids = torch.full((c.batch, c.tokens + 1), PAD_ID)
+        weights = torch.zeros(c.batch, c.tokens + 1)
+        levels, level_weights = list(LEVEL_WEIGHTS), list(LEVEL_WEIGHTS.values())
+        row = 0
+        while row < c.batch:
+            level = rng.choices(levels, level_weights)[0]
+            problem = make_problem(rng.choice(c.tasks), level, rng.getrandbits(60))
+            if is_test_prompt(problem.prompt):
+                continue
+            prompt = tokenizer.encode(problem.prompt).ids
+            solution = [*tokenizer.encode(problem.solution).ids, EOS_ID]
+            end = len(prompt) + len(solution)
+            if end > c.tokens + 1:
+                continue
+            ids[row, :end] = torch.tensor(prompt + solution)
+            weights[row, : len(prompt)], weights[row, len(prompt) : end] = PROMPT_WEIGHT, 1.0
+            row += 1
+        return ids, weights
+
+
+def looped_loss(model: Ouro, ids: Tensor, weights: Tensor, config: TrainConfig) -> tuple[Tensor, Tensor]:
+    """Training loss, and the last loop's weighted cross-entropy, of one batch."""
+    states = model.hidden_states(ids[:, :-1])
+    exits = model.exit_probabilities(states)
+    targets, w = ids[:, 1:], weights[:, 1:]
+    losses = []
+    for h in states:
+        logits = model.lm_head(h).float()
+        losses.append(F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none").view_as(w))
+    per_loop = torch.stack(losses)
+    entropy = -(exits * torch.log(exits + 1e-9)).sum(0)
+    total = ((exits + config.loop_floor) * per_loop).sum(0) - config.entropy_bonus * entropy
+    return (total * w).sum() / w.sum(), (per_loop[-1] * w).sum() / w.sum()
+
+
+def _learning_rate(config: TrainConfig, step: int, seconds: float) -> float:
+    done = min(1.0, max(step / config.steps, seconds / config.max_seconds))
+    decay = 0.03 + 0.97 * 0.5 * (1 + math.cos(math.pi * done))
+    return config.learning_rate * min(1.0, (step + 1) / config.warmup) * decay
+
+
+def _model_card(config: TrainConfig, summary: dict) -> str:
+    rows = "\n".join(f"| {k} | {v} |" for k, v in summary.items())
+    return (
+        f"# {config.model}\n\nA small Ouro-shaped looped language model that this project trained on its own "
+        f"procedural tasks ({', '.join(config.tasks)}). It knows nothing else. Licence: Apache-2.0, as the project.\n\n"
+        f"Made by `residualquant train` with the settings of `train_config.json`; `train_log.jsonl` is its log.\n\n"
+        f"| | |\n|---|---|\n{rows}\n"
+    )
+
+
+def train(config: TrainConfig) -> Path:
+    """Train, save and describe one model; returns its folder.
+
+    Raises:
+        ResidualQuantError: no GPU where one was asked for, or a loss that is not finite.
+    """
+    if config.device == "cuda" and not torch.cuda.is_available():
+        raise ResidualQuantError("training was asked to run on 'cuda', but no CUDA GPU is visible here")
+    torch.manual_seed(config.seed)
+    torch.set_float32_matmul_precision("high")
+    device = torch.device(config.device)
+    tokenizer = build_tokenizer(config.tasks, config.vocab_size)
+    shape = OuroConfig(
+        hidden_size=config.hidden_size,
+        intermediate_size=config.intermediate_size,
+        num_hidden_layers=config.layers,
+        num_attention_heads=config.heads,
+        num_key_value_heads=config.heads,
+        head_dim=config.head_dim,
+        vocab_size=tokenizer.get_vocab_size(),
+        rope_theta=config.rope_theta,
+        total_ut_steps=config.loops,
+    )
+    model = Ouro(shape).to(device)
+    folder = config.out / config.model
+    folder.mkdir(parents=True, exist_ok=True)
+    started = time.time()
+    with (folder / "train_log.jsonl").open("w") as log:
+        final = _optimise(model, config, tokenizer.to_str(), log)
+    save_model(model, folder, tokenizer)
+    (folder / "train_config.json").write_text(
+        json.dumps(asdict(config) | {"out": str(config.out)}, indent=2, default=str) + "\n"
+    )
+    summary = {
+        "parameters": sum(p.numel() for p in model.parameters()),
+        **final,
+        "total seconds": round(time.time() - started),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU",
+        "torch": torch.__version__,
+    }
+    (folder / "README.md").write_text(_model_card(config, summary))
+    return folder
+
+
+def _optimise(model: Ouro, config: TrainConfig, tokenizer_json: str, log) -> dict:
+    from tqdm.auto import tqdm
+
+    device = torch.device(config.device)
+    optimiser = torch.optim.AdamW(
+        model.parameters(), betas=(0.9, 0.95), weight_decay=config.weight_decay, fused=device.type == "cuda"
+    )
+    loader = torch.utils.data.DataLoader(
+        ProblemStream(config, tokenizer_json),
+        batch_size=None,
+        num_workers=config.workers,
+        prefetch_factor=8 if config.workers else None,
+        pin_memory=device.type == "cuda",
+    )
+    loss_function = torch.compile(looped_loss, dynamic=False) if config.compile else looped_loss
+    started, step, tokens, ce = time.time(), 0, 0, torch.tensor(float("nan"))
+    bar = tqdm(total=config.steps, desc=config.model, mininterval=5)
+    for ids, weights in loader:
+        seconds = time.time() - started
+        if step >= config.steps or seconds > config.max_seconds:
+            break
+        rate = _learning_rate(config, step, seconds)
+        for group in optimiser.param_groups:
+            group["lr"] = rate
+        ids, weights = ids.to(device, non_blocking=True), weights.to(device, non_blocking=True)
+        with torch.autocast(device.type, torch.bfloat16):
+            loss, ce = loss_function(model, ids, weights, config)
+        optimiser.zero_grad(set_to_none=True)
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimiser.step()
+        step += 1
+        tokens += ids.numel()
+        if step % 250 == 0 or step == 1:
+            row = {"step": step, "seconds": round(seconds, 1), "loss": loss.item(), "last_loop_ce": ce.item()}
+            if not math.isfinite(row["loss"]):
+                raise ResidualQuantError(f"training diverged: the loss is {row['loss']} at step {step}")
+            log.write(json.dumps(row) + "\n")
+            log.flush()
+            bar.set_postfix(ce=f"{row['last_loop_ce']:.4f}")
+        bar.update(1)
+    bar.close()
+    return {"steps": step, "tokens, millions": round(tokens / 1e6, 1), "last-loop cross-entropy": round(ce.item(), 4)}
