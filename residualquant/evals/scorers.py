@@ -103,10 +103,9 @@ class _Worker:
             try:
                 reply = self._ask(json.dumps(items))
                 if not reply:
-                    last_words = (Path(self._folder.name) / "stderr.txt").read_text(errors="replace").strip()
-                    raise ResidualQuantError(
-                        f"the {self.kind} scoring process ended early: {(last_words or 'no reason given').splitlines()[-1]}"
-                    )
+                    said = (Path(self._folder.name) / "stderr.txt").read_text(errors="replace").strip()
+                    reason = said.splitlines()[-1] if said else "no reason given"
+                    raise ResidualQuantError(f"the {self.kind} scoring process ended early: {reason}")
             except BaseException:  # an interrupted exchange would leave a reply to be taken for the next one's
                 self._end()
                 raise
@@ -207,6 +206,9 @@ def scorer_versions(task: str) -> dict[str, str]:
         raise ValueError(f"unknown task {task!r}; known: {', '.join(_SCORER_OF)}")
     return {
         "flexible-extract": {"flexible-extract": FLEXIBLE_EXTRACT_VERSION},
-        "math-verify": {"math-verify": version("math-verify"), "latex2sympy2_extended": version("latex2sympy2_extended")},
+        "math-verify": {
+            "math-verify": version("math-verify"),
+            "latex2sympy2_extended": version("latex2sympy2_extended"),
+        },
         "evalplus": {"evalplus": version("evalplus"), "sanitize-max-lines": str(MAX_LINES)},
     }[_SCORER_OF[task]]

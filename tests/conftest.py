@@ -1,0 +1,48 @@
+"""What every test shares: no network, one thread each, foreign test data by environment variable, GPU tests counted."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("MPLBACKEND", "Agg")
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture(scope="session")
+def root() -> Path:
+    """The checkout."""
+    return ROOT
+
+
+@pytest.fixture(scope="session")
+def test_data() -> Path:
+    """Folder of test data that is not this project's (golden traces, benchmark files); skips where there is none."""
+    folder = os.environ.get("RESIDUALQUANT_TEST_DATA", "")
+    if not folder or not Path(folder).is_dir():
+        pytest.skip("RESIDUALQUANT_TEST_DATA names no folder")
+    return Path(folder)
+
+
+def pytest_collection_modifyitems(config, items):
+    gpu = [item for item in items if item.get_closest_marker("gpu")]
+    config.stash[_GPU_TESTS] = len(gpu)
+    if gpu:
+        import torch
+
+        if not torch.cuda.is_available():
+            for item in gpu:
+                item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+
+
+_GPU_TESTS = pytest.StashKey[int]()
+
+
+def pytest_terminal_summary(terminalreporter):
+    reports = [r for kind in ("passed", "failed", "skipped") for r in terminalreporter.getreports(kind)]
+    gpu = [r for r in reports if "gpu" in r.keywords and r.when in ("call", "setup")]
+    run = sum(r.outcome != "skipped" for r in gpu if r.when == "call")
+    terminalreporter.write_line(f"GPU tests: {run} run, {sum(r.outcome == 'skipped' for r in gpu)} skipped")
