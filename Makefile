@@ -1,0 +1,99 @@
+# One target per thing to do; `make` alone lists them. The environment is made on first use:
+# the active conda environment (unless it is `base`), else a virtual environment in .venv.
+
+.DEFAULT_GOAL := help
+.PHONY: help setup test lint reproduce tables figures report table2 figure1_left figure2 figure5 storage \
+        lab readme bench-cpu train lock wheel clean distclean
+
+PROFILE ?= mini
+PYTHON ?= python3
+ENV := $(if $(filter-out base,$(CONDA_DEFAULT_ENV)),$(CONDA_PREFIX),.venv)
+PY := $(ENV)/bin/python
+READY := $(ENV)/.residualquant-ready
+RUN := $(PY) -m residualquant.cli
+
+help:  ## This list
+	@echo "usage: make TARGET [PROFILE=smoke|mini|full|paper]"
+	@sed -nE 's/^([a-z0-9_-]+):.*## (.*)/  \1|\2/p' $(MAKEFILE_LIST) | awk -F'|' '{printf "%-16s%s\n", $$1, $$2}'
+	@echo "environment: $(ENV); PIP_ARGS is handed to pip, PYTHON names the interpreter that makes .venv"
+
+setup: $(READY)  ## Make or update the environment (every other target does it when needed)
+
+$(READY): requirements.lock pyproject.toml
+	@if [ ! -x $(PY) ]; then \
+	  for p in $(PYTHON) python3 python3.13 python3.12 python3.11; do \
+	    if $$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' 2>/dev/null; then found=$$p; break; fi; \
+	  done; \
+	  if [ -z "$$found" ]; then \
+	    echo "residualquant needs Python 3.11, 3.12 or 3.13 but $(PYTHON) is $$($(PYTHON) -V 2>&1): install one of them or name it with PYTHON=/path/to/python." >&2; exit 1; \
+	  fi; \
+	  echo "Making .venv with $$found; the first installation takes some minutes."; \
+	  $$found -m venv --clear .venv >/dev/null || { \
+	    rm -rf .venv; echo "$$found cannot make a virtual environment: install its venv module (Debian, Ubuntu: apt install python3-venv)." >&2; exit 1; }; \
+	fi
+	@$(PY) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' || { \
+	  echo "residualquant needs Python 3.11, 3.12 or 3.13 but $(PY) is $$($(PY) -V): use another environment." >&2; exit 1; }
+	$(PY) -m pip install --disable-pip-version-check $(PIP_ARGS) -r requirements.lock
+	$(PY) -m pip install --disable-pip-version-check --quiet --no-deps --no-build-isolation -e .
+	@touch $@
+
+test: $(READY)  ## All tests, on two processes (ARGS="-k affine" picks some)
+	OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 $(ARGS)
+
+lint: $(READY)  ## Style and common mistakes, by ruff
+	$(PY) -m ruff check .
+
+reproduce: $(READY)  ## Compute every table and figure of PROFILE anew, resuming a run that was cut off (FRESH=1 starts over)
+	$(RUN) reproduce --profile $(PROFILE) $(if $(FRESH),--fresh)
+
+tables: $(READY)  ## Every table of PROFILE from the committed records, running no model
+	$(RUN) tables --profile $(PROFILE)
+
+figures: $(READY)  ## Every figure of PROFILE from the committed records, running no model
+	$(RUN) figures --profile $(PROFILE)
+
+table2: $(READY)  ## Table 2 from the records (accuracy of each cache configuration)
+	$(RUN) tables --profile $(PROFILE) --only $@
+
+storage: $(READY)  ## Effective bits, bytes and reads: the paper's numbers beside the arithmetic
+	$(RUN) tables --profile $(PROFILE) --only $@
+
+figure1_left: $(READY)  ## Figure 1 left from the records (accuracy as each part of the method is added)
+	$(RUN) figures --profile $(PROFILE) --only $@
+
+figure2: $(READY)  ## Figure 2 (key magnitudes: a loop, its reference, the residual)
+	$(RUN) figures --profile $(PROFILE) --only $@
+
+figure5: $(READY)  ## Figure 5 (key magnitudes of every loop against the last)
+	$(RUN) figures --profile $(PROFILE) --only $@
+
+report: $(READY)  ## One self-contained HTML page with every table and figure, the paper beside ours
+	$(RUN) report --profile $(PROFILE)
+
+lab: $(READY)  ## Open the notebooks in JupyterLab
+	$(ENV)/bin/jupyter lab notebooks
+
+train: $(READY)  ## Train the shipped mini models again (minutes on one GPU)
+	$(RUN) train
+
+bench-cpu: $(READY)  ## Encode and decode throughput and peak memory on this CPU
+	$(PY) -m residualquant.bench.cpu
+
+readme: $(READY)  ## Fill README's generated blocks from the committed records
+	$(PY) -m residualquant.repro.readme
+
+lock: $(READY)  ## Write requirements.lock and environment.yml from the versions installed here
+	@{ sed '/^[^#]/d' requirements.lock; $(PY) -m pip freeze --all --exclude-editable --exclude pip | sed -E 's/\+[a-z0-9.]+$$//'; } > .lock.tmp
+	@mv .lock.tmp requirements.lock
+	@{ sed '/^      - /d' environment.yml; sed -E '/^#/d; s/^/      - /' requirements.lock; } > .lock.tmp
+	@mv .lock.tmp environment.yml
+
+wheel: $(READY)  ## Build the wheel into dist/
+	$(PY) -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist .
+
+clean:  ## Remove build products and executed notebooks (records, figures and the environment stay)
+	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .hypothesis data/runs
+	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +
+
+distclean: clean  ## Remove the virtual environment too
+	rm -rf .venv
