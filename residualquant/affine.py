@@ -54,8 +54,8 @@ def quantize(x: Tensor, bits: int, group_size: int, int2_clip: float = 0.9) -> t
     metadata += 0.0  # a zero has no sign in the bytes: the sign of min(-0, 0) depends on the order of the reduction
     metadata = metadata.clamp_(-FP8_MAX, FP8_MAX).to(FP8)
 
-    scale, offset = metadata.float().unsqueeze(-2).unbind(-1)
-    codes = (groups - offset.mT).div_(torch.where(scale > 0, scale, 1.0).mT)
+    scale, offset = metadata.float().split(1, -1)
+    codes = (groups - offset).div_(torch.where(scale > 0, scale, 1.0))
     # ceil(n - 1/2) is floor(n) + [frac(n) > 1/2]: a half rounds down.
     codes = codes.sub_(0.5).ceil_().clamp_(0, levels)
     return codes.flatten(-2), metadata
@@ -71,9 +71,9 @@ def dequantize(codes: Tensor, metadata: Tensor) -> Tensor:
     Returns:
         [..., D] fp32.
     """
-    scale, offset = metadata.float().unsqueeze(-2).unbind(-1)
+    scale, offset = metadata.float().split(1, -1)
     groups = codes.float().unflatten(-1, (metadata.shape[-2], -1))
-    return torch.addcmul(offset.mT, scale.mT, groups).flatten(-2)
+    return torch.addcmul(offset, scale, groups).flatten(-2)
 
 
 def pack_codes(codes: Tensor, bits: int) -> Tensor:

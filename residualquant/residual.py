@@ -14,6 +14,7 @@ bytes of a token do not depend on what it is batched with: whole, chunked and to
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
@@ -99,6 +100,43 @@ def concatenate(parts: list[PackedKV], dim: int) -> PackedKV:
     return PackedKV(first.config, first.head_dim, loops, first.rotation, sum(part.sanitised for part in parts))
 
 
+@dataclass(frozen=True)
+class Step:
+    """Consecutive loops that are coded together: same reference, same precision.
+
+    Attributes:
+        loops: the loops, from 0.
+        reference: the loop that predicts them, or None.
+        bits: of each of them.
+        group_size: channels per scale and offset; None for 0 and 16 bits.
+    """
+
+    loops: range
+    reference: int | None
+    bits: int
+    group_size: int | None
+
+    @property
+    def slice(self) -> slice:
+        """The loops as an index."""
+        return slice(self.loops.start, self.loops.stop)
+
+
+@lru_cache(maxsize=256)
+def coding_steps(cfg: KVQuantConfig) -> tuple[Step, ...]:
+    """The steps that code (or rebuild) a loop group, each after the step of its reference."""
+    order = sorted(range(cfg.loops), key=lambda loop: (len(layout.loops_read(cfg, loop)), loop))
+    steps: list[Step] = []
+    for loop in order:
+        step = Step(range(loop, loop + 1), cfg.reference_of(loop), cfg.bits[loop], cfg.group_sizes[loop])
+        last = steps[-1] if steps else None
+        if last and last.loops.stop == loop and (last.reference, last.bits) == (step.reference, step.bits):
+            steps[-1] = Step(range(last.loops.start, loop + 1), step.reference, step.bits, step.group_size)
+        else:
+            steps.append(step)
+    return tuple(steps)
+
+
 def encode(x: Tensor, cfg: KVQuantConfig, rotation: Rotation | None = None) -> PackedKV:
     """Packed K or V states of one loop group (Sec. 3.2).
 
@@ -114,19 +152,19 @@ def encode(x: Tensor, cfg: KVQuantConfig, rotation: Rotation | None = None) -> P
             or one where the configuration has none.
     """
     rotation = _check_input(x, cfg, rotation)
-    head_dim, raw_dtype = x.shape[-1], x.dtype if x.dtype == torch.float16 else torch.bfloat16
-    x, shape = _as_tokens(x, rotation)
+    tokens = x.reshape(cfg.loops, *_token_shape(x.shape[1:], rotation))
     parts = []
-    for block in _blocks(x):
-        clean = _sanitise(x[:, block], cfg)
-        loops: list[PackedLoop | None] = [None] * cfg.loops
-        for step, states in _code(_rotate(clean, rotation), cfg, rotation, rebuild_all=False):
-            for i, loop in enumerate(step.loops):
-                raw = clean[loop].to(raw_dtype) if step.bits == RAW_BITS else None
-                loops[loop] = _pack(states, i, step.bits, raw)
-        parts.append(PackedKV(cfg, head_dim, tuple(loops), rotation, (clean != x[:, block]).sum()))
-    packed = parts[0] if len(parts) == 1 else concatenate(parts, 0)
-    return packed.map(lambda stored: stored.reshape(*shape[1:-1], stored.shape[-1]))
+    for block in _blocks(tokens):
+        given = tokens[:, block].float()
+        clean = _sanitise(given)
+        sanitised = (clean != given).sum()
+        z = _rotate(_round_raw_loops(clean, cfg, x.dtype), rotation)
+        loops: dict[int, PackedLoop] = {}
+        for coded in _code(z, cfg, rotation, rebuild_all=False):
+            loops |= _pack(coded, clean, _raw_dtype(x.dtype))
+        parts.append(PackedKV(cfg, x.shape[-1], tuple(loops[i] for i in range(cfg.loops)), rotation, sanitised))
+    packed = concatenate(parts, 0) if len(parts) > 1 else parts[0]
+    return packed.map(lambda stored: stored.reshape(*x.shape[1:-1], stored.shape[-1]))
 
 
 def reconstruct(x: Tensor, cfg: KVQuantConfig, rotation: Rotation | None = None) -> Tensor:
@@ -142,13 +180,13 @@ def reconstruct(x: Tensor, cfg: KVQuantConfig, rotation: Rotation | None = None)
         ValueError: as :func:`encode`.
     """
     rotation = _check_input(x, cfg, rotation)
-    x, shape = _as_tokens(x, rotation)
-    out = torch.empty(x.shape, dtype=torch.float32, device=x.device)
-    for block in _blocks(x):
-        z = _rotate(_sanitise(x[:, block], cfg), rotation)
-        for step, states in _code(z, cfg, rotation, rebuild_all=True):
-            out[step.slice, block] = states.rebuilt
-    return out.reshape(shape)
+    tokens = x.reshape(cfg.loops, *_token_shape(x.shape[1:], rotation))
+    out = torch.empty(tokens.shape, dtype=torch.float32, device=x.device)
+    for block in _blocks(tokens):
+        clean = _round_raw_loops(_sanitise(tokens[:, block].float()), cfg, x.dtype)
+        for coded in _code(_rotate(clean, rotation), cfg, rotation, rebuild_all=True):
+            out[coded.step.slice, block] = coded.rebuilt
+    return out.reshape(x.shape)
 
 
 def decode(packed: PackedKV, space: str = "original") -> Tensor:
@@ -166,4 +204,188 @@ def decode(packed: PackedKV, space: str = "original") -> Tensor:
     """
     if space not in ("original", "rotated"):
         raise ValueError(f'space must be "original" or "rotated", got {space!r}')
-    ...
+    cfg, rotation = packed.config, packed.rotation
+    shape = (*packed.loops[0].codes.shape[:-1], packed.head_dim)
+    tokens = packed.map(lambda stored: stored.reshape(*_token_shape(shape, rotation)[:-1], stored.shape[-1]))
+    out = torch.empty(cfg.loops, *_token_shape(shape, rotation), device=packed.loops[0].codes.device)
+    for block in _blocks(out):
+        z = out[:, block]
+        for step in coding_steps(cfg):
+            z[step.slice] = _unpack(tokens, step, block, z)
+        if space == "original" and rotation is not None:
+            z.copy_(rotation.unrotate(z))
+            for loop, bits in enumerate(cfg.bits):
+                if bits == RAW_BITS:
+                    z[loop] = tokens.loops[loop].codes[block]
+    return out.reshape(cfg.loops, *shape)
+
+
+@dataclass(frozen=True, eq=False)
+class _Coded:
+    """One step's loops [k, ...]: codes and metadata (None for 0 and 16 bits), alpha, and Zhat where it is needed."""
+
+    step: Step
+    codes: Tensor | None
+    metadata: Tensor | None
+    alpha: Tensor | None
+    rebuilt: Tensor | None
+
+
+def _code(z: Tensor, cfg: KVQuantConfig, rotation: Rotation | None, rebuild_all: bool) -> Iterator[_Coded]:
+    """Code the rotated states z [L, n, ..., D] step by step; Zhat is rebuilt for references, or for all loops."""
+    references = {step.reference for step in coding_steps(cfg)}
+    rebuilt: dict[int, Tensor] = {}
+    for step in coding_steps(cfg):
+        target, mean = z[step.slice], _means(rotation, step)
+        codes = metadata = alpha = prediction = None
+        if step.bits == RAW_BITS:
+            zhat = target
+        else:
+            if step.reference is not None:
+                alpha = _coefficient(target, rebuilt[step.reference], cfg.coefficient)
+                prediction = _predict(alpha, rebuilt[step.reference], cfg)
+            if step.bits:
+                residual = target if prediction is None else _round(target - prediction, cfg)
+                residual = residual if mean is None else residual - mean
+                codes, metadata = quantize(residual, step.bits, step.group_size, cfg.int2_clip)
+            needed = rebuild_all or not references.isdisjoint(step.loops)
+            zhat = _rebuild(prediction, codes, metadata, mean, cfg).expand_as(target) if needed else None
+        if zhat is not None:
+            rebuilt |= zip(step.loops, zhat)
+        yield _Coded(step, codes, metadata, alpha, zhat)
+
+
+def _coefficient(target: Tensor, reference: Tensor, kind: str) -> Tensor | None:
+    """alpha of each token and head, [k, n, ..., 1] bf16; 0 where <R, R> is 0, subnormal or not finite; None for 1."""
+    if kind == "unit":
+        return None
+    energy = _dot(reference, reference)
+    valid = (energy >= torch.finfo(torch.float32).tiny) & (energy < torch.inf)
+    if kind == "ls":
+        alpha = _dot(target, reference) / energy
+    else:
+        alpha = _dot(target, target).sqrt() / energy.sqrt()
+    return (torch.where(valid, alpha, 0.0) + 0.0).bfloat16()  # + 0.0: a zero has no sign in the bytes
+
+
+def _dot(a: Tensor, b: Tensor) -> Tensor:
+    """Inner products over channels, [..., 1] fp32, always summed in the same order (halves onto each other)."""
+    terms = a * b
+    while terms.shape[-1] % 2 == 0:
+        low, high = terms.chunk(2, -1)
+        terms = low + high
+    total, *rest = terms.split(1, -1)
+    for term in rest:
+        total = total + term
+    return total
+
+
+def _predict(alpha: Tensor | None, reference: Tensor, cfg: KVQuantConfig) -> Tensor:
+    return reference if alpha is None else _round(alpha.float() * reference, cfg)
+
+
+def _rebuild(
+    prediction: Tensor | None, codes: Tensor | None, metadata: Tensor | None, mean: Tensor | None, cfg: KVQuantConfig
+) -> Tensor:
+    """Zhat = alpha R + D(c) + mu, of the terms that there are."""
+    value = prediction
+    if codes is not None:
+        coded = dequantize(codes, metadata)
+        value = coded if value is None else value + coded
+    return _round(value if mean is None else value + mean, cfg)
+
+
+def _round(value: Tensor, cfg: KVQuantConfig) -> Tensor:
+    return value.bfloat16().float() if cfg.rounding == "bf16" else value
+
+
+def _means(rotation: Rotation | None, step: Step) -> Tensor | None:
+    """mu of the step's loops, [k, 1, ..., D], or None."""
+    if rotation is None or rotation.means is None:
+        return None
+    return rotation.means[step.slice].float().unsqueeze(1)
+
+
+def _pack(coded: _Coded, clean: Tensor, raw_dtype: torch.dtype) -> dict[int, PackedLoop]:
+    """Stored bytes of each loop of a step; ``clean`` [L, n, ..., D] are the states in the original space."""
+    step = coded.step
+    states = clean[step.slice]
+    codes = metadata = states.new_empty(*states.shape[:-1], 0, dtype=torch.uint8)
+    alpha = codes.bfloat16() if coded.alpha is None else coded.alpha
+    if step.bits == RAW_BITS:
+        codes = states.to(raw_dtype)
+    elif step.bits:
+        codes = pack_codes(coded.codes, step.bits)
+        metadata = coded.metadata.view(torch.uint8).flatten(-2)
+    return {loop: PackedLoop(codes[i], metadata[i], alpha[i]) for i, loop in enumerate(step.loops)}
+
+
+def _unpack(tokens: PackedKV, step: Step, block: slice, z: Tensor) -> Tensor:
+    """Zhat of a step's loops, [k, n, ..., D], from their bytes and from the references already in ``z``."""
+    cfg, rotation = tokens.config, tokens.rotation
+    parts = zip(*(tokens.loops[loop].tensors for loop in step.loops))
+    stored_codes, stored_metadata, alpha = (torch.stack([part[block] for part in loops]) for loops in parts)
+    if step.bits == RAW_BITS:
+        return _rotate(stored_codes.float(), rotation)
+    codes = metadata = prediction = None
+    if step.reference is not None:
+        prediction = _predict(alpha if alpha.shape[-1] else None, z[step.reference].unsqueeze(0), cfg)
+    if step.bits:
+        codes = unpack_codes(stored_codes, step.bits, tokens.head_dim)
+        metadata = stored_metadata.view(FP8).unflatten(-1, (-1, 2))
+    return _rebuild(prediction, codes, metadata, _means(rotation, step), cfg)
+
+
+def _check_input(x: Tensor, cfg: KVQuantConfig, rotation: Rotation | None) -> Rotation | None:
+    """The rotation to use, after checking that input, configuration and rotation fit together."""
+    shape = list(x.shape)
+    if not x.is_floating_point():
+        raise ValueError(f"x must have a floating-point dtype, got {x.dtype}")
+    if len(shape) < 2 or shape[0] != cfg.loops:
+        raise ValueError(f"x must have shape [{cfg.loops}, ..., D] for bits {cfg.bits}, got {shape}")
+    layout.check_head_dim(cfg, shape[-1])
+    if rotation is None:
+        return rotation_for(cfg, shape[-1], x.device)
+    if cfg.rotation == "none":
+        raise ValueError('a rotation was given, but the configuration has rotation="none"')
+    if rotation.head_dim != shape[-1] or (rotation.heads and (len(shape) < 3 or shape[-2] != rotation.heads)):
+        raise ValueError(f"a rotation of shape {list(rotation.matrix.shape)} does not fit x of shape {shape}")
+    if rotation.means is not None and rotation.means.shape[0] != cfg.loops:
+        raise ValueError(f"means of {rotation.means.shape[0]} loops do not fit {cfg.loops} loops")
+    return rotation
+
+
+def _token_shape(shape: torch.Size | tuple[int, ...], rotation: Rotation | None) -> tuple[int, ...]:
+    """[N, D] for states [..., D]; [N, H, D] for [..., H, D] where each head has its own rotation."""
+    kept = 2 if rotation is not None and rotation.heads else 1
+    return (math.prod(shape[:-kept]), *shape[-kept:])
+
+
+def _blocks(tokens: Tensor) -> Iterator[slice]:
+    """Slices of the tokens of [L, N, ...] that hold about ``BLOCK_VALUES`` values; at least one."""
+    count = tokens.shape[1]
+    per_token = max(1, tokens[:, :1].numel())
+    size = max(1, BLOCK_VALUES.get(tokens.device.type, BLOCK_VALUES["cuda"]) // per_token)
+    return (slice(start, start + size) for start in range(0, max(count, 1), size))
+
+
+def _sanitise(x: Tensor) -> Tensor:
+    """A copy of fp32 x with NaN as 0 and values within +-65504, so that no token can spoil another's attention."""
+    return x.nan_to_num(nan=0.0).clamp_(-LIMIT, LIMIT)
+
+
+def _raw_dtype(dtype: torch.dtype) -> torch.dtype:
+    """What a 16-bit loop is stored in: the model's dtype where that has 16 bits, else BF16."""
+    return dtype if dtype == torch.float16 else torch.bfloat16
+
+
+def _round_raw_loops(clean: Tensor, cfg: KVQuantConfig, dtype: torch.dtype) -> Tensor:
+    """The same states, 16-bit loops rounded in place to what will be stored."""
+    for loop, bits in enumerate(cfg.bits):
+        if bits == RAW_BITS:
+            clean[loop] = clean[loop].to(_raw_dtype(dtype))
+    return clean
+
+
+def _rotate(x: Tensor, rotation: Rotation | None) -> Tensor:
+    return x if rotation is None else rotation.rotate(x)

@@ -25,7 +25,8 @@ class Rotation:
 
     Attributes:
         matrix: [D, D], or [H, D, D] with one matrix per KV head; any float dtype.
-        means: None, or [L, D] / [L, H, D] fp32 in the rotated space: of the anchor, and of each other loop's residual.
+        means: None, or [L, D] ([L, H, D] with a matrix per head) fp32 in the rotated space: of the anchor, and of each
+            other loop's residual.
 
     Raises:
         ValueError: another shape, or max|T^T T - I| above 1e-3.
@@ -42,8 +43,8 @@ class Rotation:
         deviation = (product - torch.eye(shape[-1], dtype=torch.float64, device=product.device)).abs().max().item()
         if not deviation < ORTHOGONALITY_TOLERANCE:
             raise ValueError(f"a rotation must be orthogonal within {ORTHOGONALITY_TOLERANCE}, got {deviation:.2g}")
-        if self.means is not None and self.means.shape[1:] not in (shape[-1:], (*shape[:-2], shape[-1])):
-            raise ValueError(f"means must have shape [L, D] or [L, H, D], got {list(self.means.shape)}")
+        if self.means is not None and self.means.shape[1:] != (*shape[:-2], shape[-1]):
+            raise ValueError(f"means must have shape {['L', *shape[:-2], shape[-1]]}, got {list(self.means.shape)}")
 
     @cached_property
     def _matrix64(self) -> Tensor:
