@@ -36,6 +36,7 @@ def identity_of(
         "schema": SCHEMA,
         "model": model.name,
         "weights": model.weights_hash,
+        "kv_shape": _plain(asdict(model.kv_shape)),
         "task": task,
         "task_version": TASKS_VERSION,
         "data": hashlib.sha256(data.encode()).hexdigest(),
@@ -90,9 +91,7 @@ def evaluate(
             print(f"warning: {sentence}; it is computed again", file=sys.stderr)
         identities = [identity_of(model, task, chosen, c, max_new_tokens=limit, seed=seed) for c in configs]
         cells = [writer.start(identity, made) for identity in identities]
-        options = {"max_new_tokens": limit, "eos_ids": {EOS_ID}, "progress": progress}
-        if max_rows is not None:
-            options["max_rows"] = max_rows
+        options = {"max_new_tokens": limit, "eos_ids": {EOS_ID}, "max_rows": max_rows, "progress": progress}
         for wanted, group in _missing(chosen, cells):
             _decode(model, group, [(configs[i], cells[i]) for i in wanted], writer, options, chosen)
         _score(task, chosen, cells, writer)
@@ -127,10 +126,8 @@ def _decode(
     waiting = 0
     for done in iter_decode(model, prompts, [config for config, _ in wanted], **options):
         problem, cell = group[done.prompt_index], cells[done.config_index]
-        tokens = [t for t in done.tokens if t != EOS_ID]
-        text = model.tokenizer.decode(tokens)
-        index = place[problem.problem_id]
-        writer.add(cell, Answer(problem.problem_id, index, text, len(tokens), bool(done.finished)))
+        text, index = model.tokenizer.decode(done.tokens), place[problem.problem_id]
+        writer.add(cell, Answer(problem.problem_id, index, text, len(done.tokens), done.finished))
         waiting += 1
         if waiting >= SCORE_EVERY:
             _score(problem.task, chosen, cells, writer)

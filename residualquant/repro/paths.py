@@ -103,7 +103,8 @@ def write_atomic(path: Path, content: str | bytes) -> bool:
     except OSError as error:
         if temporary:
             Path(temporary).unlink(missing_ok=True)
-        raise ResidualQuantError(f"{show(path)} could not be written ({error.strerror}); nothing was changed") from error
+        sentence = f"{show(path)} could not be written ({error.strerror}); nothing was changed"
+        raise ResidualQuantError(sentence) from error
     return True
 
 

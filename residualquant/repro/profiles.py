@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 # The four precisions of the paper's Table 2: bits per loop, and the group size of the 2-bit loops.
 PRECISIONS = (((2, 2, 2, 2), 32), ((2, 2, 2, 2), 16), ((2, 2, 2, 4), 32), ((2, 2, 2, 4), 16))
 METHODS = ("direct", "optr_h", "residual_ls", "residual_ls+optr_h")
-FIGURE1_STEPS = ("bf16", "direct_int2", "last_loop_residual", "ls_scaling", "rotation", "mixed_precision")
+FIGURE1_STEPS = ("bf16", "direct_int2", "last_loop_residual", "ls_scaling", "rotation_optr_h", "mixed_precision")
 FIGURE1_TASK = "algebra"
 ROTATION = "hadamard"  # stands in for OptR-H until a calibrated rotation is there; every table says so
 
@@ -123,7 +123,8 @@ def _lack_of_model(name: str) -> str:
         cached = try_to_load_from_cache(name, "config.json", revision=HUB_REVISIONS[name])
         return "" if isinstance(cached, str) else f"the checkpoint {name} at revision {HUB_REVISIONS[name][:7]}"
     folder = models_dir() / name
-    return "" if (folder / "config.json").is_file() else f"the checkpoint {show(folder)} (`residualquant train` makes it)"
+    here = (folder / "config.json").is_file()
+    return "" if here else f"the checkpoint {show(folder)} (`residualquant train` makes it)"
 
 
 def _sizes(maths: int, code: int) -> dict[str, int]:

@@ -12,13 +12,17 @@ from collections.abc import Iterable
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from residualquant.repro import paths
 
+if TYPE_CHECKING:
+    import pandas as pd
+
 # What decides an answer, besides weights, problems, scorers and settings that are in the key themselves.
 METHOD_SOURCES = (
-    "affine.py", "cache.py", "config.py", "engine.py", "residual.py", "models/ouro.py", "rotation/__init__.py",
-    "rotation/hadamard.py",
+    "affine.py", "attention.py", "cache.py", "config.py", "engine.py", "residual.py",
+    "models/ouro.py", "rotation/__init__.py", "rotation/hadamard.py",
 )  # fmt: skip
 _PACKAGES = ("torch", "numpy", "scipy", "pandas", "tokenizers", "safetensors", "evalplus", "math-verify")
 
@@ -80,11 +84,10 @@ def provenance(device: str = "cpu") -> dict:
 def _meaning(source: str) -> str:
     """The syntax tree of a module without its docstrings, so that comments and wording do not count."""
     tree = ast.parse(source)
+    documented = ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef
     for node in ast.walk(tree):
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-            first = node.body[0] if node.body else None
-            if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant) and isinstance(first.value.value, str):
-                node.body = node.body[1:]
+        if isinstance(node, documented) and ast.get_docstring(node) is not None:
+            node.body = node.body[1:]
     return ast.dump(tree)
 
 
@@ -105,3 +108,26 @@ def method_hash() -> str:
 def package_hash() -> str:
     """Hash of every module of the package: a finished run is "up to date" only while this is the same."""
     return hash_sources(f for f in paths.PACKAGE.rglob("*.py") if "kernels" not in f.parts)[:16]
+
+
+def provenance_table(profile: str) -> pd.DataFrame:
+    """What made the records of ``profile``: one row per (made on, with), and how many cells each accounts for.
+
+    Without records (or with a damaged line) the table describes this machine instead.
+    """
+    import pandas as pd
+
+    from residualquant.repro.records import Records
+
+    rows: dict[str, dict] = {}
+    for file in sorted((paths.shipped_data_dir(profile) / "records").glob("*.jsonl")):
+        for cell in Records(file).cells.values():
+            row = _flat(cell.provenance) | {"device": cell.identity["device"], "dtype": cell.identity["dtype"]}
+            row.pop("date", None)
+            rows.setdefault(repr(row), {"cells": 0} | row)["cells"] += 1
+    return pd.DataFrame(list(rows.values()) or [{"cells": 0} | _flat(provenance())])
+
+
+def _flat(made: dict) -> dict:
+    """Provenance with its package versions in one line of text."""
+    return made | {"packages": ", ".join(f"{name} {v}" for name, v in made["packages"].items())}

@@ -35,9 +35,8 @@ class Pair:
     def of(cls, first: Mapping[str, bool], second: Mapping[str, bool]) -> Pair:
         """The pair of two {problem id: correct} maps, over the problems in both."""
         common = first.keys() & second.keys()
-        return cls(
-            sum(first[p] and not second[p] for p in common), sum(second[p] and not first[p] for p in common), len(common)
-        )
+        only_first = sum(first[p] and not second[p] for p in common)
+        return cls(only_first, sum(second[p] and not first[p] for p in common), len(common))
 
     @property
     def difference(self) -> float:
