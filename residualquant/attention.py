@@ -128,3 +128,42 @@ def _partial(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> tuple[Tensor, Ten
     lse = torch.logsumexp(scores, dim=-1)
     weights = torch.exp(scores - lse.nan_to_num(neginf=0.0)[..., None])
     return torch.einsum("bthgs,bshd->bthgd", weights, v).flatten(2, 3), lse.flatten(2, 3)
+
+
+class PackedAttention:
+    """The ``attend`` hook that runs a looped model on a :class:`residualquant.cache.PackedCache` (Sec. 4).
+
+    Every loop reads the past packed and this forward's tokens in BF16; after the last loop the cache packs them. One
+    forward may be a whole prompt, a chunk of one, or a single token.
+
+    Args:
+        cache: the packed cache; tokens are added to it.
+        valid: [B, S] bool over cache columns, False on padding (left, right or between); later columns are valid.
+    """
+
+    def __init__(self, cache, valid: Tensor | None = None):
+        self.cache = cache
+        self.valid = valid
+
+    def __call__(self, loop: int, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        past = self.cache.past(loop, layer)
+        matrices = self.cache.matrices(loop, layer)
+        step = self.cache.stage(loop, layer, k, v)
+        if past[0].shape[1] == 0:
+            return attend_prompt(q, *step, self._columns(0, q.shape[1]))
+        return attend_past_and_step(q, past, step, matrices, self._mask(past[0].shape[1], q))
+
+    def _columns(self, start: int, stop: int) -> Tensor | None:
+        """Valid columns start … stop-1, [B, stop - start]; None where all are."""
+        if self.valid is None or self.valid.shape[1] <= start:
+            return None
+        known = self.valid[:, start:stop]
+        return F.pad(known, (0, stop - start - known.shape[1]), value=True)
+
+    def _mask(self, past: int, q: Tensor) -> Tensor | None:
+        columns = self._columns(0, past + q.shape[1])
+        if columns is None:
+            return None
+        causal = torch.ones(q.shape[1], columns.shape[1], dtype=torch.bool, device=q.device).tril(past)
+        itself = torch.zeros_like(causal).diagonal_scatter(torch.ones_like(causal[:, 0]), past)
+        return (causal & columns[:, None]) | itself
