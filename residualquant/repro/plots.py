@@ -122,11 +122,16 @@ def with_keys(table: pd.DataFrame) -> pd.DataFrame:
     return table.assign(method=table.apply(method_of, axis=1), precision=table.apply(precision_of, axis=1))
 
 
+BENCHMARK_NAMES = {"gsm8k": "GSM8K", "math500": "MATH500", "humaneval": "HumanEval", "mbpp": "MBPP"}
+
+
 def benchmark_title(benchmark: str) -> str:
-    """"words, standing for GSM8K" for a task of the shipped minis; the name itself for anything else."""
+    """"words, standing for GSM8K" for a task of the shipped minis; the benchmark's own name for anything else."""
     from residualquant.evals.tasks import STANDS_FOR
 
-    return f"{benchmark}, standing for {STANDS_FOR[benchmark]}" if benchmark in STANDS_FOR else str(benchmark)
+    name = STANDS_FOR.get(benchmark, benchmark)
+    name = BENCHMARK_NAMES.get(name, str(name))
+    return f"{benchmark}, standing for {name}" if benchmark in STANDS_FOR else name
 
 
 # ---------------------------------------------------------------------------------------------- Table 2
@@ -195,22 +200,6 @@ def draw_table2(table: pd.DataFrame) -> Picture:
 # ---------------------------------------------------------------------------------------------- Pareto
 
 
-def pareto_points(table: pd.DataFrame) -> pd.DataFrame:
-    """Mean over the benchmarks per configuration: method, precision, effective_bits, accuracy_pct, half, paper_pct.
-
-    ``half`` is half the width of the 95 % interval of the mean, from the binomial variance of each benchmark.
-    """
-    rows = with_keys(table)
-    p = rows["accuracy_pct"] / 100
-    rows = rows.assign(variance=p * (1 - p) / rows["n"])
-    mean = rows.groupby(["method", "precision"], sort=False).agg(
-        effective_bits=("effective_bits", "first"), accuracy_pct=("accuracy_pct", "mean"),
-        paper_pct=("paper_pct", lambda s: s.mean(skipna=False)), variance=("variance", "sum"), k=("n", "size"),
-    ).reset_index()
-    mean["half"] = 100 * 1.96 * mean["variance"] ** 0.5 / mean["k"]
-    return mean.drop(columns=["variance", "k"])
-
-
 def _pareto_panel(axis: Axes, points: pd.DataFrame, column: str, title: str) -> None:
     bf16 = points.loc[points["method"] == "bf16", column].iloc[0]
     axis.axhline(bf16, color=INK, linewidth=0.9)
@@ -219,8 +208,8 @@ def _pareto_panel(axis: Axes, points: pd.DataFrame, column: str, title: str) -> 
         part = points[points["method"] == method].sort_values("effective_bits")
         for _, family in part.groupby(part["precision"].str[:4]):
             axis.plot(family["effective_bits"], family[column], color=colour, linewidth=0.8, alpha=0.55, zorder=2)
-        error = part["half"] if column == "accuracy_pct" else None
-        axis.errorbar(part["effective_bits"], part[column], yerr=error, fmt="none", ecolor=colour, elinewidth=1)
+        if column == "accuracy_pct":
+            axis.vlines(part["effective_bits"], part["ci_low"], part["ci_high"], color=colour, linewidth=1)
         for _, point in part.iterrows():
             face = colour if "g32" in point["precision"] else "white"
             shape = "o" if point["precision"].startswith("2222") else "s"
@@ -231,11 +220,15 @@ def _pareto_panel(axis: Axes, points: pd.DataFrame, column: str, title: str) -> 
     axis.set_title(title)
 
 
-def draw_pareto(table: pd.DataFrame) -> Picture:
-    """Mean accuracy against effective bits for every Table 2 configuration; ours left, the paper's Ouro-1.4B right."""
+def draw_pareto(table_mean: pd.DataFrame) -> Picture:
+    """Mean accuracy against effective bits for every Table 2 configuration; ours left, the paper's Ouro-1.4B right.
+
+    Args:
+        table_mean: the rows of ``table2_mean.csv``.
+    """
     from matplotlib.lines import Line2D
 
-    points = pareto_points(table)
+    points = with_keys(table_mean)
     with house_style():
         figure = new_figure(TEXT, 3.0)
         left, right = figure.subplots(1, 2, sharey=True)
@@ -304,7 +297,7 @@ def _stacked_bits(axis: Axes, bars: pd.DataFrame) -> None:
         axis.barh(y, bars[column], left=left, height=0.66, color=colour, label=name)
         left = [a + b for a, b in zip(left, bars[column])]
     for i, (total, config) in enumerate(zip(left, bars["config"])):
-        axis.text(total + 0.06, i, f"{total:.5g}", va="center", fontsize=6.5)
+        axis.text(total + 0.06, i, f"{total:.7g}", va="center", fontsize=6.5)
         axis.text(-0.08, i, config, va="center", ha="right", fontsize=6.5)
     axis.set_yticks([])
     axis.invert_yaxis()
@@ -339,14 +332,15 @@ def draw_storage(bars: pd.DataFrame, reads: pd.DataFrame, accesses: pd.DataFrame
         top.tick_params(axis="y", length=0)
         top.invert_yaxis()
         top.set_xlim(0, 1230)
-        top.set_xlabel("bytes read per token-head and decode step", fontsize=6.5)
+        top.set_xlabel("bytes per token, head and step", fontsize=6.5)
         top.grid(axis="y", visible=False)
         top.set_title("Read, INT2/4 g=32")
-        bottom.plot(accesses["loops"], accesses["chained"], "-o", color="#b8371f", markersize=3, label="chained L(L+1)/2")
-        bottom.plot(accesses["loops"], accesses["shared"], "-o", color="#134e7e", markersize=3, label="shared 2L-1")
+        for kind, name, colour in (("chained", "chained L(L+1)/2", "#b8371f"), ("shared", "shared 2L-1", "#134e7e")):
+            bottom.plot(accesses["loops"], accesses[kind], "-o", color=colour, markersize=3, label=name)
         bottom.set_xscale("log", base=2)
         bottom.set_yscale("log")
         bottom.set_xticks(accesses["loops"], [str(n) for n in accesses["loops"]])
+        bottom.set_yticks([3, 10, 30, 100, 300], ["3", "10", "30", "100", "300"])
         bottom.minorticks_off()
         bottom.set_xlabel("loops L", fontsize=6.5)
         bottom.set_title("Logical reads per step")

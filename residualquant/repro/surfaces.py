@@ -37,14 +37,14 @@ def _surface(axis: Axes3D, values: Tensor, norm: Normalize, height: float, title
     axis.set_xlim(1, channels)
     axis.set_ylim(1, tokens)
     axis.view_init(elev=28, azim=-52)
-    axis.set_box_aspect((1.15, 1.15, 0.72), zoom=1.14)
+    axis.set_box_aspect((1.15, 1.15, 0.72), zoom=1.04)
     axis.set_xticks([1, channels // 2, channels])
     axis.set_yticks([tokens // 2, tokens])
     axis.locator_params(axis="z", nbins=4)
     axis.tick_params(labelsize=5.5, pad=-4)
     axis.set_xlabel("channel", fontsize=6, labelpad=-10)
     axis.set_ylabel("token", fontsize=6, labelpad=-10)
-    axis.text2D(0.5, 0.97, title, transform=axis.transAxes, ha="center", va="top", fontsize=9)
+    axis.text2D(0.12, 0.95, title, transform=axis.transAxes, ha="left", va="top", fontsize=9)
     for side in (axis.xaxis, axis.yaxis, axis.zaxis):
         side.set_pane_color((0.965, 0.97, 0.98, 1.0))
         side.line.set_linewidth(0.4)
@@ -66,7 +66,7 @@ def _draw(rows: list[dict[str, Tensor]], names: list[str], trace: Trace, alt: st
     values = [v for row in rows for v in row.values()]
     peak = max(float(v.max()) for v in values)
     norm = Normalize(0, max(float(pool_peaks(v, MOST_TOKENS, MOST_CHANNELS).flatten().quantile(0.995)) for v in values))
-    columns, height = len(rows[0]), 0.3 + 1.78 * len(rows)
+    columns, height = len(rows[0]), 0.3 + 1.9 * len(rows)
     with house_style():
         figure = new_figure(TEXT, height)
         figure.set_layout_engine("none")
@@ -75,10 +75,14 @@ def _draw(rows: list[dict[str, Tensor]], names: list[str], trace: Trace, alt: st
         for i, row in enumerate(rows):
             for j, (title, surface) in enumerate(row.items()):
                 place = (left + j * wide, 1 - (i + 1) * tall, wide, tall)
-                _surface(figure.add_axes(place, projection="3d"), surface, norm, peak, title)
+                axis = figure.add_axes(place, projection="3d")
+                _surface(axis, surface, norm, peak, title)
+                if j < columns - 1:  # one height scale for all, written once per row
+                    axis.set_zticklabels([])
             figure.text(0.006, 1 - (i + 0.5) * tall, names[i], rotation=90, va="center", weight="bold", color=INK)
         bar = figure.add_axes((0.945, bottom + 0.1, 0.013, 1 - bottom - 0.2))
-        figure.colorbar(ScalarMappable(norm, COLOURS), cax=bar, extend="max").outline.set_visible(False)
+        scale = figure.colorbar(ScalarMappable(norm, COLOURS), cax=bar, extend="max", extendfrac=0.03)
+        scale.outline.set_visible(False)
         bar.tick_params(labelsize=6)
         figure.text(0.5, 0.08 / height, where_taken(trace), ha="center", fontsize=6.2)
     return Picture(figure, alt)

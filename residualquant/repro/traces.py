@@ -29,13 +29,12 @@ TRACE_FILE = "kv_trace.safetensors"
 
 @dataclass(frozen=True)
 class Trace:
-    """K and V of one layer and KV head over a prompt, all loops: ``k``, ``v`` [L, T, D] FP32, post-RoPE, exactly BF16.
+    """Keys of one layer and KV head over a prompt, all loops: ``k`` [L, T, D] FP32, post-RoPE, exactly BF16.
 
     ``layer`` and ``head`` count from 1, as the paper's captions do.
     """
 
     k: Tensor
-    v: Tensor
     layer: int
     head: int
     model: str
@@ -49,8 +48,8 @@ class Trace:
         from residualquant.repro.paths import write_atomic
 
         about = {n: getattr(self, n) for n in ("layer", "head", "model", "weights_hash", "prompt")}
-        tensors = {n: getattr(self, n).to(torch.bfloat16).contiguous() for n in ("k", "v")}
-        return write_atomic(Path(path), save(tensors, metadata={"about": json.dumps(about, sort_keys=True)}))
+        keys = {"k": self.k.to(torch.bfloat16).contiguous()}
+        return write_atomic(Path(path), save(keys, metadata={"about": json.dumps(about, sort_keys=True)}))
 
     @classmethod
     def load(cls, path: Path) -> Trace:
@@ -66,7 +65,7 @@ class Trace:
         try:
             with safe_open(path, framework="pt") as file:
                 about = json.loads(file.metadata()["about"])
-                return cls(file.get_tensor("k").float(), file.get_tensor("v").float(), **about)
+                return cls(file.get_tensor("k").float(), **about)
         except FileNotFoundError as error:
             raise ResidualQuantError(f"{show(Path(path))} is missing: run the profile first") from error
         except (SafetensorError, OSError, KeyError, TypeError, ValueError) as error:
@@ -97,7 +96,7 @@ def visit_kv(model: Ouro, ids: list[int], visit: Callable[[int, int, Tensor, Ten
 
 
 def collect_trace(model: Ouro, ids: list[int], layer: int, head: int, prompt: str = "") -> Trace:
-    """K and V of one layer and KV head (from 1) over the tokens ``ids``. Peak memory: one layer beside the result.
+    """Keys of one layer and KV head (from 1) over the tokens ``ids``. Peak memory: one layer beside the result.
 
     Raises:
         ValueError: a layer or head the model does not have.
@@ -107,16 +106,14 @@ def collect_trace(model: Ouro, ids: list[int], layer: int, head: int, prompt: st
         raise ValueError(f"layer must be between 1 and {shape.layers}, got {layer}")
     if not 1 <= head <= shape.kv_heads:
         raise ValueError(f"head must be between 1 and {shape.kv_heads}, got {head}")
-    kept: dict[str, list[Tensor]] = {"k": [], "v": []}
+    kept: list[Tensor] = []
 
     def keep(loop: int, at: int, k: Tensor, v: Tensor) -> None:
         if at == layer - 1:
-            kept["k"].append(k[:, head - 1].float().cpu().clone())
-            kept["v"].append(v[:, head - 1].float().cpu().clone())
+            kept.append(k[:, head - 1].float().cpu().clone())
 
     visit_kv(model, ids, keep)
-    k, v = torch.stack(kept["k"]), torch.stack(kept["v"])
-    return Trace(k, v, layer, head, model.name, model.weights_hash, prompt)
+    return Trace(torch.stack(kept), layer, head, model.name, model.weights_hash, prompt)
 
 
 def problem_tokens(model: Ouro, task: str, index: int, preceding: int = 0, split: str = "train") -> list[int]:
@@ -153,7 +150,7 @@ def compute_figure_trace(model_name: str = "mini-ouro-maths", task: str = "words
     return collect_trace(model, ids, layer, head, prompt)
 
 
-def figure_trace(profile: str, compute: bool = True, **settings) -> Trace:
+def figure_trace(profile: str = "mini", compute: bool = False, **settings) -> Trace:
     """The trace of Figures 2 and 5 of a profile.
 
     Args:

@@ -1,0 +1,196 @@
+"""Run the notebooks with papermill, strictly.
+
+papermill alone accepts misspelt parameters, takes the kernel that a notebook names, and leaves half a notebook behind
+when a cell fails. Here unknown names and wrong types are refused before anything runs, the kernel is always this
+environment's ``python3``, and an executed copy appears under ``data/runs/<profile>/`` whole or not at all.
+
+    python -m residualquant.repro.notebooks list
+    python -m residualquant.repro.notebooks run 10_table2 -p profile smoke
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from residualquant.errors import ResidualQuantError
+from residualquant.repro import paths
+
+KERNEL = "python3"
+SHOWN_LINES = 12  # of a failing cell and of its traceback
+
+
+def notebook_names() -> list[str]:
+    """Names of all notebooks, in order: "00_method", "01_storage" …"""
+    return [path.stem for path in sorted(paths.notebooks_dir().glob("[0-9][0-9]_*.ipynb"))]
+
+
+def notebook_path(name: str) -> Path:
+    """The file of a notebook given as "10_table2" or "10_table2.ipynb".
+
+    Raises:
+        ValueError: no such notebook.
+    """
+    stem = name.removesuffix(".ipynb")
+    if stem not in notebook_names():
+        raise ValueError(f"no notebook {name!r}; known notebooks: {', '.join(notebook_names())}")
+    return paths.notebooks_dir() / f"{stem}.ipynb"
+
+
+def parameters_of(path: Path) -> dict[str, Any]:
+    """{name: default} of a notebook's parameters cell: plain ``name = literal`` lines.
+
+    Raises:
+        ResidualQuantError: the notebook is damaged, has no such cell, or the cell holds anything else.
+    """
+    import nbformat
+
+    try:
+        cells = nbformat.read(path, as_version=4).cells
+    except (nbformat.reader.NotJSONError, nbformat.ValidationError, AttributeError, OSError) as error:
+        raise ResidualQuantError(f"{paths.show(path)} is not a readable notebook: {error}") from error
+    tagged = [cell for cell in cells if "parameters" in cell.metadata.get("tags", [])]
+    if len(tagged) != 1:
+        raise ResidualQuantError(f"{paths.show(path)} must have one cell tagged 'parameters', it has {len(tagged)}")
+    try:
+        lines = [(s.targets, ast.literal_eval(s.value)) for s in ast.parse(tagged[0].source).body]
+        return {target.id: value for (target,), value in lines}
+    except (SyntaxError, ValueError, AttributeError, TypeError) as error:
+        raise ResidualQuantError(f"{paths.show(path)}: its parameters cell may only hold name = literal") from error
+
+
+def check_parameters(path: Path, given: Mapping[str, Any]) -> None:
+    """Refuse what papermill would let pass.
+
+    Raises:
+        ValueError: a name that the notebook does not have, or a value of another type than its default.
+    """
+    known = parameters_of(path)
+    for name, value in given.items():
+        if name not in known:
+            raise ValueError(f"{path.stem} has no parameter {name!r}; known parameters: {', '.join(known)}")
+        if not _fits(value, known[name]):
+            kind = type(known[name]).__name__
+            raise ValueError(f"parameter {name!r} of {path.stem} must be of type {kind}, got {value!r}")
+
+
+def _fits(value: Any, default: Any) -> bool:
+    if default is None or value is None:
+        return True
+    if isinstance(default, float) and isinstance(value, int) and not isinstance(value, bool):
+        return True
+    return type(value) is type(default)
+
+
+def run_notebook(name: str, parameters: Mapping[str, Any] | None = None, profile: str | None = None) -> Path:
+    """Execute one notebook and return its executed copy, ``data/runs/<profile>/<name>.ipynb``.
+
+    Args:
+        name: as for :func:`notebook_path`.
+        parameters: values for names of its parameters cell.
+        profile: folder of the copy; the notebook's own ``profile`` parameter when None.
+
+    Raises:
+        ValueError: an unknown notebook, parameter or type.
+        ResidualQuantError: a cell failed, the kernel died, or the copy could not be written; nothing is left behind.
+    """
+    source, parameters = notebook_path(name), dict(parameters or {})
+    check_parameters(source, parameters)
+    profile = profile or parameters.get("profile") or parameters_of(source).get("profile", "mini")
+    folder = paths.runs_dir(profile)
+    target, temporary = folder / source.name, folder / f".{source.stem}.running.ipynb"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        _execute(source, temporary, parameters)
+        temporary.replace(target)
+    except OSError as error:
+        raise ResidualQuantError(f"{paths.show(target)} could not be written ({error.strerror or error})") from error
+    finally:
+        temporary.unlink(missing_ok=True)
+    return target
+
+
+def _execute(source: Path, target: Path, parameters: dict[str, Any]) -> None:
+    import papermill
+    from nbclient.exceptions import DeadKernelError
+    from papermill.exceptions import PapermillExecutionError
+
+    try:
+        papermill.execute_notebook(
+            str(source), str(target), parameters=parameters, kernel_name=KERNEL, cwd=str(paths.workspace()),
+            progress_bar={"desc": source.stem},
+        )  # fmt: skip
+    except PapermillExecutionError as error:
+        print(describe_failure(error), file=sys.stderr)
+        raise ResidualQuantError(f"{source.stem}, cell {error.cell_index + 1}: {_headline(error)}") from error
+    except DeadKernelError as error:
+        raise ResidualQuantError(f"{source.stem}: its Python process died (out of memory, or killed)") from error
+
+
+def _headline(error: Any) -> str:
+    text = str(error.evalue).strip().splitlines()
+    return (text[0] if text else "") if error.ename == "ResidualQuantError" else f"{error.ename}: {' '.join(text)}"
+
+
+def describe_failure(error: Any) -> str:
+    """A failing cell in short: its first lines and the end of its traceback, without colours."""
+    plain = re.sub(r"\x1b\[[0-9;]*m", "", "\n".join(error.traceback)).splitlines()
+    source = [f"    {line}" for line in str(error.source).strip().splitlines()[:SHOWN_LINES]]
+    return "\n".join(["the failing cell:", *source, "the end of its traceback:", *plain[-SHOWN_LINES:]])
+
+
+def run_notebooks(profile: str, names: Sequence[str] | None = None, compute: bool = False) -> list[Path]:
+    """Execute notebooks (all when ``names`` is None) for one profile; returns the executed copies.
+
+    Each gets ``profile`` and ``compute`` where its parameters cell has them: with ``compute`` missing answers are
+    computed, without it records are read and no model runs.
+
+    Raises:
+        ValueError: an unknown notebook.
+        ResidualQuantError: a notebook failed; those before it are kept.
+    """
+    chosen = [notebook_path(name) for name in (notebook_names() if names is None else names)]
+    offered = {"profile": profile, "compute": compute}
+    done = []
+    for path in chosen:
+        known = parameters_of(path)
+        done.append(run_notebook(path.stem, {k: v for k, v in offered.items() if k in known}, profile))
+    return done
+
+
+def _literal(text: str) -> Any:
+    try:
+        return ast.literal_eval(text)
+    except (SyntaxError, ValueError):
+        return text
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line of this module; returns the exit status (2 for what the user can mend)."""
+    parser = argparse.ArgumentParser(prog="python -m residualquant.repro.notebooks", description="Run the notebooks.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    commands.add_parser("list", help="every notebook and its parameters")
+    run = commands.add_parser("run", help="execute one notebook into data/runs/<profile>/")
+    run.add_argument("name", help="such as 10_table2")
+    run.add_argument("-p", "--parameter", nargs=2, action="append", default=[], metavar=("NAME", "VALUE"))
+    chosen = parser.parse_args(arguments)
+    try:
+        if chosen.command == "list":
+            for name in notebook_names():
+                values = parameters_of(notebook_path(name)).items()
+                print(f"{name:18}" + ", ".join(f"{k} = {v!r}" for k, v in values))
+        else:
+            print(paths.show(run_notebook(chosen.name, {k: _literal(v) for k, v in chosen.parameter})))
+    except (ResidualQuantError, ValueError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
