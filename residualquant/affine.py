@@ -17,6 +17,8 @@ FP8_MAX = 448.0  # overflow is NaN in some FP8 casts and 448 in others, so every
 # Factor on the half-range of a group.  A 2-bit group has the configuration's int2_clip instead (0.9 by default).
 CLIP = {1: 0.6, 3: 0.97, 4: 1.0, 8: 1.0}
 
+_WORDS = {1: torch.int64, 2: torch.int32, 4: torch.int16}  # as many bytes as one byte has codes of 1, 2 or 4 bits
+
 
 def quantize(x: Tensor, bits: int, group_size: int, int2_clip: float = 0.9) -> tuple[Tensor, Tensor]:
     """Codes, and the FP8 metadata they were computed from (Sec. 2.1).
@@ -73,7 +75,7 @@ def dequantize(codes: Tensor, metadata: Tensor) -> Tensor:
     """
     scale, offset = metadata.float().split(1, -1)
     groups = codes.float().unflatten(-1, (metadata.shape[-2], -1))
-    return torch.addcmul(offset, scale, groups).flatten(-2)
+    return (scale * groups).add_(offset).flatten(-2)
 
 
 def pack_codes(codes: Tensor, bits: int) -> Tensor:
@@ -99,8 +101,12 @@ def pack_codes(codes: Tensor, bits: int) -> Tensor:
         return codes
     if bits == 3:
         return torch.cat((pack_codes(codes & 3, 2), pack_codes(codes >> 2, 1)), -1)
-    per_byte = 8 // bits
-    return (codes.unflatten(-1, (-1, per_byte)) << _shifts(bits, codes.device)).sum(-1, dtype=torch.uint8)
+    # The 8/b codes of one byte lie in the bytes of one word; shifts bring each to its place in the lowest byte.
+    words = codes.contiguous().view(_WORDS[bits])
+    packed = words
+    for shift in range(8 - bits, words.element_size() * (8 - bits), 8 - bits):
+        packed = packed | words >> shift
+    return packed.to(torch.uint8)
 
 
 def unpack_codes(packed: Tensor, bits: int, head_dim: int) -> Tensor:
@@ -127,11 +133,12 @@ def unpack_codes(packed: Tensor, bits: int, head_dim: int) -> Tensor:
     if bits == 3:
         low, high = packed.split((head_dim // 4, head_dim // 8), -1)
         return unpack_codes(low, 2, head_dim) | unpack_codes(high, 1, head_dim) << 2
-    return ((packed.unsqueeze(-1) >> _shifts(bits, packed.device)) & (2**bits - 1)).flatten(-2)
-
-
-def _shifts(bits: int, device: torch.device) -> Tensor:
-    return torch.arange(0, 8, bits, dtype=torch.uint8, device=device)
+    words = packed.to(_WORDS[bits])  # the inverse of pack_codes: spread one byte's codes over the bytes of a word
+    spread = words
+    for shift in range(8 - bits, words.element_size() * (8 - bits), 8 - bits):
+        spread = spread | words << shift
+    mask = int.from_bytes(bytes([2**bits - 1]) * words.element_size(), "little")
+    return (spread & mask).view(torch.uint8)
 
 
 def _check_packable(bits: int) -> None:

@@ -28,7 +28,7 @@ from residualquant.config import RAW_BITS, KVQuantConfig
 from residualquant.rotation import Rotation, rotation_for
 
 LIMIT = 65504.0  # the largest FP16 value: inputs are clamped to +-LIMIT before coding
-BLOCK_VALUES = {"cpu": 2**20, "cuda": 2**24}  # values of all loops that are coded at a time
+BLOCK_VALUES = {"cpu": 2**18, "cuda": 2**24}  # values that are coded at a time: what fits a CPU core's cache, or fills a GPU
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,7 +60,7 @@ class PackedKV:
         head_dim: channels per head (D).
         loops: the bytes, loop by loop.
         rotation: the basis they are in, or None.
-        sanitised: 0-d int64, input values that were NaN, infinite or beyond +-65504.
+        sanitised: 0-d int, input values that were NaN, infinite or beyond +-65504.
     """
 
     config: KVQuantConfig
@@ -157,7 +157,7 @@ def encode(x: Tensor, cfg: KVQuantConfig, rotation: Rotation | None = None) -> P
     for block in _blocks(tokens):
         given = tokens[:, block].float()
         clean = _sanitise(given)
-        sanitised = (clean != given).sum()
+        sanitised = (clean != given).sum(dtype=torch.int32)
         z = _rotate(_round_raw_loops(clean, cfg, x.dtype), rotation)
         loops: dict[int, PackedLoop] = {}
         for coded in _code(z, cfg, rotation, rebuild_all=False):
