@@ -27,14 +27,16 @@ $(READY): requirements.lock pyproject.toml
 	  if [ -z "$$found" ]; then \
 	    echo "residualquant needs Python 3.11, 3.12 or 3.13 but $(PYTHON) is $$($(PYTHON) -V 2>&1): install one of them or name it with PYTHON=/path/to/python." >&2; exit 1; \
 	  fi; \
-	  echo "Making .venv with $$found; the first installation takes some minutes."; \
+	  echo "Making .venv with $$found; the first installation takes some minutes and a few GB."; \
 	  $$found -m venv --clear .venv >/dev/null || { \
 	    rm -rf .venv; echo "$$found cannot make a virtual environment: install its venv module (Debian, Ubuntu: apt install python3-venv)." >&2; exit 1; }; \
 	fi
 	@$(PY) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' || { \
 	  echo "residualquant needs Python 3.11, 3.12 or 3.13 but $(PY) is $$($(PY) -V): use another environment." >&2; exit 1; }
-	$(PY) -m pip install --disable-pip-version-check $(PIP_ARGS) -r requirements.lock
-	$(PY) -m pip install --disable-pip-version-check --quiet --no-deps --no-build-isolation -e .
+	$(PY) -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -r requirements.lock
+	@$(PY) -m pip install --disable-pip-version-check --no-deps --no-build-isolation -e . >$(READY).log 2>&1 || { \
+	  cat $(READY).log >&2; exit 1; }
+	@rm $(READY).log
 	@touch $@
 
 test: $(READY)  ## All tests, on two processes (ARGS="-k affine" picks some)
@@ -83,7 +85,7 @@ readme: $(READY)  ## Fill README's generated blocks from the committed records
 	$(PY) -m residualquant.repro.readme
 
 lock: $(READY)  ## Write requirements.lock and environment.yml from the versions installed here
-	@{ sed '/^[^#]/d' requirements.lock; $(PY) -m pip freeze --all --exclude-editable --exclude pip | sed -E 's/\+[a-z0-9.]+$$//'; } > .lock.tmp
+	@{ sed '/^#/b; /;/!d' requirements.lock; $(PY) -m pip freeze --all --exclude-editable --exclude pip | sed -E 's/\+[a-z0-9.]+$$//'; } > .lock.tmp
 	@mv .lock.tmp requirements.lock
 	@{ sed '/^      - /d' environment.yml; sed -E '/^#/d; s/^/      - /' requirements.lock; } > .lock.tmp
 	@mv .lock.tmp environment.yml
