@@ -6,6 +6,9 @@ rebuild all loops (traffic), and how many stored loop states that means (logical
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from functools import cached_property
+
 from residualquant.config import RAW_BITS, KVQuantConfig
 
 ALPHA_BYTES = 2  # BF16
@@ -88,3 +91,122 @@ def bytes_read_per_step(cfg: KVQuantConfig, head_dim: int) -> int:
 def traffic_ratio(cfg: KVQuantConfig, head_dim: int) -> float:
     """How many times fewer bytes a decode step reads than with a BF16 cache: the ceiling of any speed-up."""
     return RAW_BITS // 8 * head_dim * cfg.loops / bytes_read_per_step(cfg, head_dim)
+
+
+PAGE_LAYOUT_VERSION = 1  # raise it with any change of offset, order or interleaving
+PLANE_ALIGNMENT = 16  # bytes
+
+
+@dataclass(frozen=True)
+class Plane:
+    """One part of a page of one head: the codes, metadata or coefficients of one loop for all tokens of the page.
+
+    Attributes:
+        kv: "k" or "v".
+        group: loop group, from 0.
+        loop: loop within the group, from 0.
+        kind: "codes", "metadata" or "alpha".
+        offset: first byte within the head's part of the page.
+        token_bytes: bytes of one token.
+        interleaved: whether tokens 2i and 2i+1 alternate in 16-bit words, else token follows token.
+    """
+
+    kv: str
+    group: int
+    loop: int
+    kind: str
+    offset: int
+    token_bytes: int
+    interleaved: bool
+
+
+@dataclass(frozen=True)
+class PageLayout:
+    """Where every byte of a page is, for the kernels, the serving plugin and the torch reference alike.
+
+    A page holds ``page_tokens`` tokens of one layer, all loops: uint8 [blocks, H, page_bytes_per_head].  Per head come
+    K, then V; within each, loop group by loop group; within a group the planes of the anchor, then those of every other
+    loop in order (with direct coding: of every loop in order).  A plane covers all tokens of the page and starts at a
+    multiple of 16 bytes.  V codes are interleaved by token pair in 16-bit words, so that one 32-bit load gives a matrix
+    instruction the same channels of two tokens, and a token's write never shares a half-word with another's.
+
+    Attributes:
+        config: of one loop group.
+        head_dim: channels per head (D).
+        page_tokens: tokens per page (S), a multiple of 16.
+        groups: loop groups per layer: 1 for Ouro, 8 for Huginn's 32 recurrences in groups of 4.
+
+    Raises:
+        ValueError: a page size that is no multiple of 16, no group, or a head size that does not fit.
+    """
+
+    config: KVQuantConfig
+    head_dim: int
+    page_tokens: int = 16
+    groups: int = 1
+
+    def __post_init__(self) -> None:
+        check_head_dim(self.config, self.head_dim)
+        if self.page_tokens <= 0 or self.page_tokens % 16:
+            raise ValueError(f"page_tokens must be a positive multiple of 16, got {self.page_tokens!r}")
+        if self.groups < 1:
+            raise ValueError(f"groups must be at least 1, got {self.groups!r}")
+
+    @property
+    def version(self) -> int:
+        """Version of the layout, to be stored with pages and checked by kernels."""
+        return PAGE_LAYOUT_VERSION
+
+    @cached_property
+    def planes(self) -> tuple[Plane, ...]:
+        """Every plane of one head, in the order of its bytes; planes without bytes are left out."""
+        planes: list[Plane] = []
+        offset = 0
+        for kv in ("k", "v"):
+            for group in range(self.groups):
+                for loop, kind, token_bytes in self._parts():
+                    interleaved = kv == "v" and kind == "codes"
+                    planes.append(Plane(kv, group, loop, kind, offset, token_bytes, interleaved))
+                    offset += _round_up(token_bytes * self.page_tokens, PLANE_ALIGNMENT)
+        return tuple(planes)
+
+    def _parts(self) -> list[tuple[int, str, int]]:
+        """(loop, kind, bytes per token) of one group, anchor first, without empty parts."""
+        cfg = self.config
+        parts = []
+        for loop in sorted(range(cfg.loops), key=lambda loop: (loop != cfg.anchor, loop)):
+            parts.append((loop, "codes", codes_bytes(cfg, loop, self.head_dim)))
+            parts.append((loop, "metadata", metadata_bytes(cfg, loop, self.head_dim)))
+            parts.append((loop, "alpha", alpha_bytes(cfg, loop)))
+        return [part for part in parts if part[2]]
+
+    @property
+    def page_bytes_per_head(self) -> int:
+        """Bytes of one head in a page, K and V.  Planes need no padding, so this is the storage arithmetic exactly."""
+        last = self.planes[-1]
+        return last.offset + _round_up(last.token_bytes * self.page_tokens, PLANE_ALIGNMENT)
+
+    def planes_of(self, kv: str, group: int = 0) -> tuple[Plane, ...]:
+        """The planes of K or of V of one loop group."""
+        return tuple(plane for plane in self.planes if (plane.kv, plane.group) == (kv, group))
+
+    def plane(self, kv: str, loop: int, kind: str, group: int = 0) -> Plane:
+        """The plane of that name.
+
+        Raises:
+            ValueError: no such plane in this layout.
+        """
+        for plane in self.planes_of(kv, group):
+            if (plane.loop, plane.kind) == (loop, kind):
+                return plane
+        raise ValueError(f"a page of bits {self.config.bits} has no plane {(kv, group, loop, kind)}")
+
+    def offset_of(self, plane: Plane, token: int, byte: int) -> int:
+        """Where byte ``byte`` of token ``token`` of the page lies, counted within the head's part of the page."""
+        if plane.interleaved:
+            return plane.offset + token // 2 * 2 * plane.token_bytes + byte // 2 * 4 + token % 2 * 2 + byte % 2
+        return plane.offset + token * plane.token_bytes + byte
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple

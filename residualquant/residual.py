@@ -28,7 +28,7 @@ from residualquant.config import RAW_BITS, KVQuantConfig
 from residualquant.rotation import Rotation, rotation_for
 
 LIMIT = 65504.0  # the largest FP16 value: inputs are clamped to +-LIMIT before coding
-BLOCK_VALUES = {"cpu": 2**18, "cuda": 2**24}  # values that are coded at a time: what fits a CPU core's cache, or fills a GPU
+BLOCK_VALUES = {"cpu": 2**18, "cuda": 2**24}  # coded at a time: what fits a core's cache, or fills a GPU
 
 
 @dataclass(frozen=True, eq=False)
