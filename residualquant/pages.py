@@ -58,7 +58,7 @@ def read_pages(pages: Tensor, layout: PageLayout, slots: Tensor, group: int = 0)
 def _read(pages: Tensor, layout: PageLayout, slots: Tensor, kv: str, group: int) -> PackedKV:
     cfg = layout.config
     absent = pages.new_empty(len(slots), pages.shape[1], 0)
-    parts = [{"codes": absent, "metadata": absent, "alpha": absent.view(torch.bfloat16)} for _ in cfg.bits]
+    parts = [{"codes": absent, "metadata": absent, "alpha": absent.bfloat16()} for _ in cfg.bits]
     for plane in layout.planes_of(kv, group):
         stored = _words(pages, layout, plane)[_index(layout, slots)].flatten(-2)
         parts[plane.loop][plane.kind] = stored.view(_dtype(layout, plane))
