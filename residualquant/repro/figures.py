@@ -34,16 +34,16 @@ def _figure1_left(profile: str) -> Picture:
 
 def _figure2(profile: str) -> Picture:
     from residualquant.repro.surfaces import draw_figure2
-    from residualquant.repro.traces import figure_trace
+    from residualquant.repro.traces import kept_trace
 
-    return draw_figure2(figure_trace(profile))
+    return draw_figure2(kept_trace(profile))
 
 
 def _figure5(profile: str) -> Picture:
     from residualquant.repro.surfaces import draw_figure5
-    from residualquant.repro.traces import figure_trace
+    from residualquant.repro.traces import kept_trace
 
-    return draw_figure5(figure_trace(profile))
+    return draw_figure5(kept_trace(profile))
 
 
 def _storage(profile: str) -> Picture:

@@ -7,7 +7,7 @@ codec (``encode``, ``decode``), so the pictures show what the cache really store
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,6 +15,8 @@ from torch import Tensor
 
 from residualquant.affine import FP8, dequantize
 from residualquant.config import KVQuantConfig, preset
+from residualquant.layout import PageLayout, Plane, loop_bytes
+from residualquant.pages import allocate_pages, read_pages, write_pages
 from residualquant.repro.plots import GREY, INK, TEXT, Picture, house_style, new_figure
 from residualquant.residual import PackedKV, decode, encode
 from residualquant.rotation import rotation_for
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 LOOP_COLOURS = ("#f0a37a", "#d9b25f", "#7fb9dd", "#134e7e", "#6b4f9e", "#3f8f6b", "#a34a6b", "#4a4f57")
+SLOT = 5  # where in the page the token is put; any of its 16 slots would do
 PARTS = {"codes": "#7fb9dd", "metadata": "#f0c27a", "alpha": "#e08a8a"}
 
 
@@ -33,11 +36,15 @@ class Journey:
 
     x, z: [L, D] FP32, the keys as the model made them and rotated. prediction: [L, D], alpha times the reconstructed
     reference (0 for the anchor). residual: [L, D], what is left to code. coded: [L, D], its dequantised codes.
-    rebuilt: [L, D] in rotated space. back: [L, D] in the original space. alpha: [L], 0 for the anchor.
+    rebuilt: [L, D] in rotated space. back: [L, D] in the original space, read from ``page``. alpha: [L], 0 for the
+    anchor. page: uint8 [bytes], one head's page of the cache, with this token's keys in ``slot`` and zeros elsewhere.
     """
 
     config: KVQuantConfig
     packed: PackedKV
+    layout: PageLayout
+    page: Tensor
+    slot: int
     x: Tensor
     z: Tensor
     alpha: Tensor
@@ -69,9 +76,14 @@ def follow(x: Tensor, config: KVQuantConfig, title: str = "") -> Journey:
         raise ValueError(f"to follow a residual the configuration needs an anchor and codes, got {config}")
     x = x.to(torch.bfloat16).float()
     rotation = rotation_for(config, x.shape[-1])
-    packed = encode(x, config)
+    packed = encode(x[:, None, None], config)  # [L, T=1, H=1, D], as the cache holds it
+    layout, slots = PageLayout(config, x.shape[-1]), torch.tensor([SLOT])
+    pages = allocate_pages(layout, blocks=1, heads=1)
+    write_pages(pages, layout, slots, packed, encode(torch.zeros_like(x)[:, None, None], config))
+    read, _ = read_pages(pages, layout, slots)
+    back = decode(replace(read, rotation=rotation))
     z = x if rotation is None else rotation.rotate(x)
-    rebuilt = decode(packed, space="rotated")
+    rebuilt = decode(packed, space="rotated")[:, 0, 0]
     alpha, prediction, coded = torch.zeros(len(x)), torch.zeros_like(x), torch.zeros_like(x)
     for loop, stored in enumerate(packed.loops):
         if (reference := config.reference_of(loop)) is not None:
@@ -79,8 +91,11 @@ def follow(x: Tensor, config: KVQuantConfig, title: str = "") -> Journey:
             prediction[loop] = alpha[loop] * rebuilt[reference]
         if config.bits[loop]:
             metadata = stored.metadata.view(FP8).unflatten(-1, (-1, 2))
-            coded[loop] = dequantize(packed.unpacked_codes(loop), metadata)
-    return Journey(config, packed, x, z, alpha, prediction, z - prediction, coded, rebuilt, decode(packed), title)
+            coded[loop] = dequantize(packed.unpacked_codes(loop), metadata)[0, 0]
+    return Journey(
+        config, packed, layout, pages[0, 0], SLOT, x, z, alpha, prediction, z - prediction, coded, rebuilt,
+        back[:, 0, 0], title,
+    )  # fmt: skip
 
 
 def follow_vector(
@@ -135,7 +150,7 @@ def journey_table(journey: Journey) -> pd.DataFrame:
             "bits": c.bits[loop],
             "group_size": c.group_sizes[loop],
             "alpha": float(journey.alpha[loop]) if loop != journey.anchor else float("nan"),
-            "bytes": sum(t.numel() * t.element_size() for t in journey.packed.loops[loop].tensors),
+            "bytes": loop_bytes(c, loop, journey.x.shape[-1]),
             "energy_left": float(left[loop]),
             "nmse": float(_nmse(journey.back, journey.x)[loop]),
             "direct_nmse": float(_nmse(direct, journey.x)[loop]),
@@ -250,24 +265,41 @@ def draw_residual(journey: Journey, loop: int = 1) -> Picture:
     return Picture(figure, f"Loop {loop}: key, prediction, residual and codes")
 
 
-def stored_planes(journey: Journey) -> list[tuple[str, str, bytes]]:
-    """(loop name, part, bytes) of this token in the order of the page: the anchor first, then the other loops."""
+def stored_planes(journey: Journey) -> list[tuple[Plane, bytes]]:
+    """This token's bytes of every plane of the page, K's planes in the order in which they lie there."""
     planes = []
-    for loop in (journey.anchor, *journey.others):
-        name = f"loop {loop + 1}" + (", anchor" if loop == journey.anchor else "")
-        for part, tensor in zip(PARTS, journey.packed.loops[loop].tensors):
-            if tensor.numel():
-                planes.append((name, part, bytes(tensor.contiguous().view(torch.uint8).flatten().tolist())))
+    for plane in journey.layout.planes_of("k"):
+        places = [journey.layout.offset_of(plane, journey.slot, byte) for byte in range(plane.token_bytes)]
+        planes.append((plane, bytes(journey.page[places].tolist())))
     return planes
+
+
+def page_table(journey: Journey) -> pd.DataFrame:
+    """The planes of the page that hold keys: where each starts, what a token takes of it, and this token's bytes."""
+    import pandas as pd
+
+    return pd.DataFrame(
+        {
+            "loop": plane.loop + 1,
+            "plane": plane.kind,
+            "starts_at_byte": plane.offset,
+            "bytes_per_token": plane.token_bytes,
+            "this_token_at": journey.layout.offset_of(plane, journey.slot, 0),
+            "first_bytes": data[:8].hex(" ") + (" …" if len(data) > 8 else ""),
+        }
+        for plane, data in stored_planes(journey)
+    )
 
 
 def draw_page(journey: Journey, per_line: int = 36) -> Picture:
     """Every byte that this token and head takes in the cache, in hexadecimal: codes, FP8 metadata, coefficients."""
+    planes = stored_planes(journey)
     lines: list[tuple[str, list[tuple[int, str]]]] = []
-    for loop in dict.fromkeys(name for name, _, _ in stored_planes(journey)):
-        cells = [(b, part) for name, part, data in stored_planes(journey) if name == loop for b in data]
+    for loop in dict.fromkeys(plane.loop for plane, _ in planes):
+        cells = [(b, plane.kind) for plane, data in planes if plane.loop == loop for b in data]
+        name = f"loop {loop + 1}" + (", anchor" if loop == journey.anchor else "")
         for start in range(0, len(cells), per_line):
-            lines.append((loop if start == 0 else "", cells[start : start + per_line]))
+            lines.append((name if start == 0 else "", cells[start : start + per_line]))
     with house_style():
         figure = new_figure(TEXT, 0.62 + 0.2 * len(lines))
         axis = figure.subplots()
@@ -281,7 +313,7 @@ def draw_page(journey: Journey, per_line: int = 36) -> Picture:
         axis.set_ylim(len(lines) - 0.4, -0.6)
         axis.axis("off")
         raw = 2 * journey.x.numel()
-        total = sum(len(data) for _, _, data in stored_planes(journey))
+        total = sum(len(data) for _, data in planes)
         loops = journey.config.loops
         axis.set_title(f"{total} bytes for {loops} loops, against {raw} in BF16: {raw / total:.2f}x less")
         for part, colour in PARTS.items():

@@ -116,14 +116,17 @@ def run_notebook(name: str, parameters: Mapping[str, Any] | None = None, profile
 
 
 def _execute(source: Path, target: Path, parameters: dict[str, Any]) -> None:
+    import logging
+
     import papermill
     from nbclient.exceptions import DeadKernelError
     from papermill.exceptions import PapermillExecutionError
 
+    logging.getLogger("papermill").setLevel(logging.ERROR)  # its guesses at parameters; they are checked above
     try:
         papermill.execute_notebook(
             str(source), str(target), parameters=parameters, kernel_name=KERNEL, cwd=str(paths.workspace()),
-            progress_bar={"desc": source.stem},
+            progress_bar={"desc": source.stem}, extra_arguments=["--IPKernelApp.log_level=40"],
         )  # fmt: skip
     except PapermillExecutionError as error:
         print(describe_failure(error), file=sys.stderr)

@@ -11,6 +11,7 @@ import io
 import math
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
 STYLE_FILE = Path(__file__).with_name("style.mplstyle")
 COLUMN, TEXT = 3.35, 6.9  # inches: one column and the full text width of a two-column paper
+SCREEN_DPI = 110
 INK, GREY, PALE = "#23272e", "#6b7280", "#e8ebef"
 
 METHODS = {
@@ -59,36 +61,39 @@ def new_figure(width: float, height: float) -> Figure:
     return figure
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Picture:
     """A finished figure: shown in a notebook by its PNG, saved as PNG and PDF without dates."""
 
     figure: Figure
     alt: str
 
-    def png(self, dpi: int) -> bytes:
-        """The picture as PNG bytes, the same bytes every time."""
+    def _render(self, kind: str, metadata: dict) -> bytes:
         buffer = io.BytesIO()
         with house_style():
-            self.figure.savefig(buffer, format="png", dpi=dpi, metadata={"Software": None})
+            self.figure.savefig(buffer, format=kind, metadata=metadata)
         return buffer.getvalue()
 
+    @cached_property
+    def png(self) -> bytes:
+        """The picture as PNG, the same bytes every time."""
+        return self._render("png", {"Software": None})
+
+    @cached_property
     def pdf(self) -> bytes:
-        """The picture as PDF bytes, the same bytes every time."""
-        buffer = io.BytesIO()
-        with house_style():
-            self.figure.savefig(buffer, format="pdf", metadata={"CreationDate": None, "Creator": None})
-        return buffer.getvalue()
+        """The picture as PDF, the same bytes every time."""
+        return self._render("pdf", {"CreationDate": None, "Creator": None, "Producer": None})
 
-    def _repr_png_(self) -> bytes:
-        return self.png(dpi=110)
+    def _repr_png_(self) -> tuple[bytes, dict]:
+        width, height = self.figure.get_size_inches()
+        return self.png, {"width": round(width * SCREEN_DPI), "height": round(height * SCREEN_DPI)}
 
     def save(self, folder: str | Path, label: str) -> list[Path]:
         """Write ``folder/label.png`` and ``.pdf``; each appears whole or not at all. Returns their paths."""
         from residualquant.repro.paths import write_atomic
 
         written = [Path(folder) / f"{label}{suffix}" for suffix in (".png", ".pdf")]
-        for path, content in zip(written, (self.png(dpi=300), self.pdf())):
+        for path, content in zip(written, (self.png, self.pdf)):
             write_atomic(path, content)
         return written
 

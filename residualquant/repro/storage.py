@@ -16,8 +16,6 @@ from residualquant import layout
 from residualquant.config import KVQuantConfig, preset
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     import pandas as pd
 
 OURO_DIM, HUGINN_DIM, HUGINN_LOOPS = 128, 96, 32
@@ -202,13 +200,13 @@ def storage_table() -> pd.DataFrame:
     return pd.DataFrame([row for source in sources for row in source()], columns=COLUMNS)
 
 
-def write_storage(profile: str) -> Path:
-    """Write ``data/<profile>/storage.csv`` and return its path."""
+def write_storage(profile: str = "mini") -> pd.DataFrame:
+    """:func:`storage_table`, also written to ``data/<profile>/storage.csv``; the same for every profile."""
     from residualquant.repro.paths import data_dir, write_atomic
 
-    path = data_dir(profile) / "storage.csv"
-    write_atomic(path, storage_table().to_csv(index=False, lineterminator="\n"))
-    return path
+    table = storage_table()
+    write_atomic(data_dir(profile) / "storage.csv", table.to_csv(index=False, lineterminator="\n"))
+    return table
 
 
 def _configurations() -> dict[str, KVQuantConfig]:

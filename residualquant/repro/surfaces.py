@@ -8,14 +8,14 @@ import torch
 from torch import Tensor
 
 from residualquant.repro.plots import INK, TEXT, Picture, house_style, new_figure
-from residualquant.repro.traces import PAPER_HEAD, PAPER_LAYER, Trace, figure2_surfaces, figure5_surfaces
+from residualquant.repro.traces import Trace, figure2_surfaces, figure5_surfaces
 
 if TYPE_CHECKING:
     from matplotlib.colors import Normalize
     from mpl_toolkits.mplot3d import Axes3D
 
 COLOURS = "viridis"
-MOST_TOKENS, MOST_CHANNELS = 160, 128  # drawn cells; a bin shows its largest value, so no outlier is lost
+MOST_TOKENS, MOST_CHANNELS = 96, 128  # drawn cells; a bin shows its largest value, so no outlier is lost
 
 
 def pool_peaks(values: Tensor, most_rows: int, most_columns: int) -> Tensor:
@@ -52,11 +52,11 @@ def _surface(axis: Axes3D, values: Tensor, norm: Normalize, height: float, title
 
 
 def where_taken(trace: Trace) -> str:
-    """One line on what is shown, and how it differs from the paper's layer and head."""
-    text = f"{trace.model}, layer {trace.layer}, KV head {trace.head}, {trace.prompt}"
-    if (trace.layer, trace.head) != (PAPER_LAYER, PAPER_HEAD):
-        text += f" (the paper: layer {PAPER_LAYER}, KV head {PAPER_HEAD})"
-    return text
+    """One line on what is shown, and how it differs from the layer and head that were asked for."""
+    at = f"layer {trace.layer}, KV head {trace.head}"
+    if [trace.layer, trace.head] != trace.asked:
+        at += f" (nearest to the paper's layer {trace.asked[0]}, KV head {trace.asked[1]})"
+    return f"{trace.model}, {at}, {trace.prompt}, {trace.k.shape[1]} tokens"
 
 
 def _draw(rows: list[dict[str, Tensor]], names: list[str], trace: Trace, alt: str) -> Picture:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -31,7 +31,8 @@ TRACE_FILE = "kv_trace.safetensors"
 class Trace:
     """Keys of one layer and KV head over a prompt, all loops: ``k`` [L, T, D] FP32, post-RoPE, exactly BF16.
 
-    ``layer`` and ``head`` count from 1, as the paper's captions do.
+    ``layer`` and ``head`` count from 1, as in the paper; ``asked`` is the pair that was wanted, which a small
+    model may not have.
     """
 
     k: Tensor
@@ -40,6 +41,7 @@ class Trace:
     model: str
     weights_hash: str
     prompt: str
+    asked: list[int] = field(default_factory=lambda: [PAPER_LAYER, PAPER_HEAD])
 
     def save(self, path: Path) -> bool:
         """Write the trace as one safetensors file (BF16), the same bytes every time. False if it was there already."""
@@ -47,7 +49,7 @@ class Trace:
 
         from residualquant.repro.paths import write_atomic
 
-        about = {n: getattr(self, n) for n in ("layer", "head", "model", "weights_hash", "prompt")}
+        about = {n: getattr(self, n) for n in ("layer", "head", "model", "weights_hash", "prompt", "asked")}
         keys = {"k": self.k.to(torch.bfloat16).contiguous()}
         return write_atomic(Path(path), save(keys, metadata={"about": json.dumps(about, sort_keys=True)}))
 
@@ -133,35 +135,60 @@ def problem_tokens(model: Ouro, task: str, index: int, preceding: int = 0, split
     return model.tokenizer.encode("\n".join(p.prompt + p.solution for p in chosen)).ids
 
 
-def compute_figure_trace(model_name: str = "mini-ouro-maths", task: str = "words", preceding: int = 0) -> Trace:
-    """The trace of Figures 2 and 5: layer 3, KV head 2 (or the nearest there is), the fourth training problem.
+def describe_prompt(task: str, preceding: int) -> str:
+    """"training problem 4 of 'words' with its solution", and what stands before it."""
+    text = f"training problem {PAPER_PROBLEM + 1} of {task!r} with its solution"
+    return text + (f", after the {preceding} problems before it" if preceding else "")
 
-    The paper puts the three preceding examples before it (573 tokens of GSM8K). The minis are trained on one problem
-    at a time, up to 384 tokens, so ``preceding`` is 0 for them.
+
+def kept_trace(profile: str) -> Trace:
+    """The trace kept in ``data/<profile>/kv_trace.safetensors``.
+
+    Raises:
+        ResidualQuantError: there is none, or it is damaged.
     """
-    from residualquant.models import load_model
+    from residualquant.repro.paths import shipped_data_dir
 
-    model = load_model(model_name)
-    shape = model.kv_shape
-    layer, head = min(PAPER_LAYER, shape.layers), min(PAPER_HEAD, shape.kv_heads)
-    ids = problem_tokens(model, task, PAPER_PROBLEM, preceding)
-    shots = f" after the {preceding} before it" if preceding else ""
-    prompt = f"training problem {PAPER_PROBLEM + 1} of {task!r}{shots}, with its solution, {len(ids)} tokens"
-    return collect_trace(model, ids, layer, head, prompt)
+    return Trace.load(shipped_data_dir(profile) / TRACE_FILE)
 
 
-def figure_trace(profile: str = "mini", compute: bool = False, **settings) -> Trace:
-    """The trace of Figures 2 and 5 of a profile.
+def figure_trace(
+    profile: str = "mini",
+    compute: bool = False,
+    model: str = "mini-ouro-maths",
+    task: str = "words",
+    preceding: int = 0,
+    layer: int = PAPER_LAYER,
+    head: int = PAPER_HEAD,
+) -> Trace:
+    """The trace of Figures 2 and 5 of a profile: by default layer 3, KV head 2, the fourth training problem.
+
+    The paper puts the three preceding examples before the fourth (573 tokens of GSM8K). The minis are trained on one
+    problem at a time, up to 384 tokens, so ``preceding`` is 0 for them. A model with fewer layers or heads gives its
+    last one, and the picture says so.
 
     Args:
         compute: run the model and write ``data/<profile>/kv_trace.safetensors``; otherwise read that file.
-        settings: arguments of :func:`compute_figure_trace`; only with ``compute``.
-    """
-    from residualquant.repro.paths import data_dir, shipped_data_dir
 
+    Raises:
+        ResidualQuantError: the file is missing or damaged, or was made with other arguments (only without ``compute``).
+    """
+    from residualquant.models import load_model
+    from residualquant.repro.paths import data_dir
+
+    prompt = describe_prompt(task, preceding)
     if not compute:
-        return Trace.load(shipped_data_dir(profile) / TRACE_FILE)
-    trace = compute_figure_trace(**settings)
+        trace = kept_trace(profile)
+        if (trace.model, trace.prompt, trace.asked) != (model, prompt, [layer, head]):
+            raise ResidualQuantError(
+                f"the trace kept for {profile} is of {trace.model}, layer {trace.layer}, head {trace.head}, "
+                f"{trace.prompt}: set compute = True for another one"
+            )
+        return trace
+    loaded = load_model(model)
+    ids = problem_tokens(loaded, task, PAPER_PROBLEM, preceding)
+    there = min(layer, loaded.kv_shape.layers), min(head, loaded.kv_shape.kv_heads)
+    trace = replace(collect_trace(loaded, ids, *there, prompt), asked=[layer, head])
     trace.save(data_dir(profile) / TRACE_FILE)
     return trace
 
