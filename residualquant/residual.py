@@ -28,7 +28,8 @@ from residualquant.config import RAW_BITS, KVQuantConfig
 from residualquant.rotation import Rotation, rotation_for
 
 LIMIT = 65504.0  # the largest FP16 value: inputs are clamped to +-LIMIT before coding
-BLOCK_VALUES = {"cpu": 2**18, "cuda": 2**24}  # coded at a time: what fits a core's cache, or fills a GPU
+CPU_BLOCK_VALUES = 2**18  # values coded at a time: what fits the cache of a core
+GPU_BLOCK_VALUES = 2**24  # enough to fill a GPU
 
 
 @dataclass(frozen=True, eq=False)
@@ -362,10 +363,10 @@ def _token_shape(shape: torch.Size | tuple[int, ...], rotation: Rotation | None)
 
 
 def _blocks(tokens: Tensor) -> Iterator[slice]:
-    """Slices of the tokens of [L, N, ...] that hold about ``BLOCK_VALUES`` values; at least one."""
+    """Slices of the tokens of [L, N, ...] that hold about as many values as a block may; at least one."""
     count = tokens.shape[1]
     per_token = max(1, tokens[:, :1].numel())
-    size = max(1, BLOCK_VALUES.get(tokens.device.type, BLOCK_VALUES["cuda"]) // per_token)
+    size = max(1, (CPU_BLOCK_VALUES if tokens.device.type == "cpu" else GPU_BLOCK_VALUES) // per_token)
     return (slice(start, start + size) for start in range(0, max(count, 1), size))
 
 

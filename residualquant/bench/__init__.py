@@ -1,0 +1,1 @@
+"""Timings, each beside the ceiling that was expected before measuring."""
