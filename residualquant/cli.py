@@ -129,7 +129,7 @@ def evaluate(
             {
                 "config": config.label,
                 "reference": "none" if config.is_off else config.reference,
-                "coefficient": config.coefficient,
+                "coefficient": "none" if config.anchor is None or config.is_off else config.coefficient,
                 "rotation": config.rotation,
                 "bits": f"{config.effective_bits(loaded.kv_shape.head_dim):.4g}",
                 "n": n,
@@ -163,9 +163,9 @@ def tables(profile: Profile = "mini", only: Only = ()) -> None:
         profile: Whose records.
         only: Labels to make.
     """
-    from residualquant.repro.run import TABLES, regenerate
+    from residualquant.repro.run import make_tables
 
-    regenerate(profile, only or TABLES)
+    make_tables(profile, only)
 
 
 def figures(profile: Profile = "mini", only: Only = ()) -> None:
@@ -175,9 +175,9 @@ def figures(profile: Profile = "mini", only: Only = ()) -> None:
         profile: Whose records.
         only: Labels to make.
     """
-    from residualquant.repro.run import FIGURES, regenerate
+    from residualquant.repro.run import make_figures
 
-    regenerate(profile, only or FIGURES)
+    make_figures(profile, only)
 
 
 def report(profile: Profile = "mini") -> None:
@@ -208,9 +208,10 @@ def _train_command() -> Callable[..., None]:
     from residualquant.training import TrainConfig
     from residualquant.training import train as run
 
-    def command(config: Annotated[TrainConfig, tyro.conf.arg(name="")]) -> None:
+    def command(config):
         run(config)
 
+    command.__annotations__ = {"config": Annotated[TrainConfig, tyro.conf.arg(name="")], "return": None}
     command.__doc__ = train.__doc__
     return command
 

@@ -27,7 +27,8 @@ _HOME = {
     "read_paper": "paper",
     "provenance_table": "provenance",
     "reproduce": "run",
-    "regenerate": "run",
+    "make_tables": "run",
+    "make_figures": "run",
 }
 
 __all__ = list(_HOME)

@@ -110,7 +110,10 @@ class Profile:
         if foreign:
             lacks.append(f"loaders for the benchmarks {', '.join(foreign)} (not in this version)")
         if lacks := [lack for lack in lacks if lack]:
-            raise ResidualQuantError(f"profile {self.name!r} cannot run here, it lacks: {'; '.join(lacks)}")
+            raise ResidualQuantError(
+                f"profile {self.name!r} cannot run here, it lacks: {'; '.join(lacks)} "
+                f"(`make tables PROFILE={self.name}` reads committed records instead)"
+            )
 
 
 def _lack_of_model(name: str) -> str:

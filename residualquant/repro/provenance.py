@@ -34,21 +34,28 @@ def _package_version(name: str) -> str:
         return "absent"
 
 
-def _commit() -> str:
-    """Commit of the checkout this package runs from, with "+" when a tracked source differs; "none" without git."""
+def _git(*arguments: str) -> str | None:
+    """Output of a git command in the checkout this package runs from; None without git or outside a checkout."""
+    command = ["git", "-C", str(paths.PACKAGE.parent), *arguments]
     try:
-        git = ["git", "-C", str(paths.PACKAGE.parent)]
-        inside = subprocess.run([*git, "rev-parse", "--show-toplevel"], capture_output=True, text=True, timeout=10)
-        if inside.returncode or Path(inside.stdout.strip()) != paths.PACKAGE.parent:
-            return "none"
-        head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, timeout=10)
-        edits = subprocess.run(
-            [*git, "status", "--porcelain", "--untracked-files=no", "--", "residualquant", "kernels"],
-            capture_output=True, text=True, timeout=30,
-        )  # fmt: skip
+        done = subprocess.run(command, capture_output=True, text=True, timeout=30)
     except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None
+
+
+def _commit() -> str:
+    """Commit of the checkout, with "+" when a tracked source differs from it; "none" outside a checkout."""
+    top = _git("rev-parse", "--show-toplevel")
+    if top is None or Path(top) != paths.PACKAGE.parent or not (head := _git("rev-parse", "HEAD")):
         return "none"
-    return head.stdout.strip()[:12] + ("+" if edits.stdout.strip() else "") if head.returncode == 0 else "none"
+    edited = _git("status", "--porcelain", "--untracked-files=no", "--", "residualquant", "kernels")
+    return head[:12] + ("+" if edited else "")
+
+
+def is_committed(folder: Path) -> bool:
+    """Whether ``folder`` holds files that git tracks, all as they were committed and none besides."""
+    return bool(_git("ls-files", "--", str(folder))) and _git("status", "--porcelain", "--", str(folder)) == ""
 
 
 def _cpu_name() -> str:

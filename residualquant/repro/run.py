@@ -6,7 +6,7 @@ The policy, per profile:
   run is compared with at the end, never its input.
 * ``data/<profile>/.run.json`` remembers the run. Interrupted (even by SIGKILL): the same command goes on where it
   stopped. Finished, with code, models and outputs unchanged: "up to date". ``fresh`` starts over.
-* ``regenerate`` (``make tables``, ``make figures``, ``make table2`` …) reads the records and runs no model.
+* ``make_tables`` and ``make_figures`` (``make tables``, ``make table2`` …) read the records and run no model.
 
 Models run in this process, with progress bars; then the notebooks run and find every answer there.
 """
@@ -14,9 +14,11 @@ Models run in this process, with progress bars; then the notebooks run and find 
 from __future__ import annotations
 
 import hashlib
+import importlib
 import json
 import shutil
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -24,8 +26,8 @@ from residualquant.errors import ResidualQuantError
 from residualquant.repro import paths
 from residualquant.repro.cells import compute_cells
 from residualquant.repro.profiles import Profile, profile_of
-from residualquant.repro.provenance import package_hash
-from residualquant.repro.records import Lock
+from residualquant.repro.provenance import is_committed, package_hash
+from residualquant.repro.records import Lock, Records
 
 Log = Callable[[str], None]
 
@@ -75,16 +77,20 @@ def reproduce(profile: str | Profile = "mini", fresh: bool = False, log: Log = p
     Raises:
         ResidualQuantError: the profile cannot run here, another run is at it, a notebook failed, the disk is full.
     """
+    from residualquant.repro.cost import write_cost
     from residualquant.repro.notebooks import run_notebooks
+    from residualquant.repro.report import write_report
 
     profile = profile_of(profile)
-    profile.check()
     with Lock(paths.data_dir(profile.name) / "run"):
         marker, now = read_marker(profile.name), fingerprint(profile)
         if not fresh and _is_up_to_date(marker, now, profile.name):
             log(f"{profile.name} is up to date (finished {marker['finished']}); FRESH=1 computes it again")
             return
-        if fresh or marker["state"] in ("never", "starting"):
+        profile.check()
+        anew = fresh or marker["state"] in ("never", "starting")
+        begun = time.monotonic()
+        if anew:
             started = _start_over(profile.name)
             log(f"{profile.name}: computing everything anew ({profile.cost})")
         else:
@@ -93,14 +99,19 @@ def reproduce(profile: str | Profile = "mini", fresh: bool = False, log: Log = p
         _write_marker(profile.name, state="running", started=started)
         compute_cells(profile)
         run_notebooks(profile.name, compute=True)
-        _report(profile.name, log)
+        log(f"report: {paths.show(write_report(profile.name))}")
+        if anew:
+            write_cost(profile.name, time.monotonic() - begun, profile.device)
         for line in compare_with_committed(profile.name):
             log(line)
-        finished = datetime.now(UTC).isoformat(timespec="seconds")
         _write_marker(
-            profile.name, state="finished", started=started, finished=finished, fingerprint=now,
+            profile.name,
+            state="finished",
+            started=started,
+            finished=_now(),
+            fingerprint=now,
             outputs=_outputs(profile.name),
-        )  # fmt: skip
+        )
 
 
 def _is_up_to_date(marker: dict, now: str, profile: str) -> bool:
@@ -114,6 +125,8 @@ def _start_over(profile: str) -> str:
     """
     data, aside = paths.data_dir(profile), paths.committed_dir(profile)
     _write_marker(profile, state="starting")
+    if aside.is_dir() and is_committed(data):  # an earlier run's results were committed since: they replace the old
+        shutil.rmtree(aside)
     aside.mkdir(parents=True, exist_ok=True)
     for item in sorted(data.iterdir()):
         if item.name.startswith("."):
@@ -124,41 +137,59 @@ def _start_over(profile: str) -> str:
             shutil.rmtree(item)
         else:
             item.unlink()
+    return _now()
+
+
+def _now() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds")
-
-
-def _report(profile: str, log: Log) -> None:
-    from residualquant.repro.report import write_report
-
-    log(f"report: {paths.show(write_report(profile))}")
 
 
 # ------------------------------------------------------------------------------------ regenerate from records
 
 
-def notebooks_by_label() -> dict[str, str]:
-    """{label: notebook name}: ``10_table2.ipynb`` makes "table2"."""
-    return {path.stem.split("_", 1)[1]: path.stem for path in sorted(paths.notebooks_dir().glob("[0-9][0-9]_*.ipynb"))}
+# label -> the public function that writes data/<profile>/<label>.csv, as "module.function" of this package
+TABLES = {
+    "storage": "storage.write_storage",
+    "table2": "tables.table2",
+    "table2_mean": "tables.table2_mean",
+    "figure1_left": "tables.figure1_left",
+    "claims": "verdicts.claims",
+}
 
 
-TABLES = ("storage", "table2", "figure1_left")
-FIGURES = ("storage", "figure2", "figure5", "table2", "figure1_left")
-
-
-def regenerate(profile: str | Profile = "mini", labels: Sequence[str] = ()) -> None:
-    """Run the notebooks of ``labels`` (all when empty) on the records; no model runs.
+def make_tables(profile: str | Profile = "mini", labels: Sequence[str] = (), log: Log = print) -> None:
+    """Write the CSVs of ``labels`` (all when empty) from the records; no model runs.
 
     Raises:
         ValueError: an unknown label.
-        ResidualQuantError: records are missing or damaged, or a notebook failed.
+        ResidualQuantError: records are missing or damaged.
     """
-    from residualquant.repro.notebooks import run_notebooks
+    name = profile_of(profile).name
+    for label in _known(labels, TABLES, "table"):
+        module, function = TABLES[label].split(".")
+        getattr(importlib.import_module(f"residualquant.repro.{module}"), function)(name)
+        log(paths.show(paths.data_dir(name) / f"{label}.csv"))
 
-    profile = profile_of(profile)
-    known = notebooks_by_label()
+
+def make_figures(profile: str | Profile = "mini", labels: Sequence[str] = (), log: Log = print) -> None:
+    """Draw the figures of ``labels`` (all when empty) from the records; no model runs.
+
+    Raises:
+        ValueError: an unknown label.
+        ResidualQuantError: records are missing or damaged.
+    """
+    from residualquant.repro.figures import FIGURES, figure
+
+    name = profile_of(profile).name
+    for label in _known(labels, FIGURES, "figure"):
+        figure(label, name)
+        log(paths.show(paths.figures_dir(name) / f"{label}.png"))
+
+
+def _known(labels: Sequence[str], known: Iterable[str], kind: str) -> list[str]:
     if unknown := [label for label in labels if label not in known]:
-        raise ValueError(f"no notebook makes {unknown[0]!r}; known labels: {', '.join(known)}")
-    run_notebooks(profile.name, [known[label] for label in labels or known], compute=False)
+        raise ValueError(f"no {kind} {unknown[0]!r}; known: {', '.join(known)}")
+    return list(labels or known)
 
 
 # ------------------------------------------------------------------------------------ compare with committed
@@ -168,12 +199,27 @@ _ROW_KEY = [*_WHAT, "group_size", "reference", "coefficient", "rotation"]
 
 
 def compare_with_committed(profile: str) -> list[str]:
-    """One sentence per committed CSV: cells identical / within our 95 % interval / outside it."""
+    """Sentences: per committed CSV, cells identical / within our 95 % interval / outside; answers identical."""
+    ours = paths.data_dir(profile)
     aside = paths.committed_dir(profile)
-    files = sorted(aside.glob("*.csv"))
-    if not files:
+    if not any(aside.glob("*")):
         return [f"{profile}: nothing is committed to compare with"]
-    return [_compare_file(file, paths.data_dir(profile) / file.name) for file in files]
+    lines = [_compare_file(file, ours / file.name) for file in sorted(aside.glob("*.csv"))]
+    same = total = 0
+    for file in sorted((aside / "records").glob("*.jsonl")):
+        theirs, mine = _responses(file), _responses(ours / "records" / file.name)
+        common = theirs.keys() & mine.keys()
+        same, total = same + sum(theirs[k] == mine[k] for k in common), total + len(common)
+    return [*lines, f"answers: {same} of {total} identical word for word to the committed ones"]
+
+
+def _responses(file: Path) -> dict[tuple[str, str], str]:
+    """{(task and KV configuration, problem): response} of a records file."""
+    return {
+        (json.dumps([cell.identity["task"], cell.identity["kv"]], sort_keys=True), answer.problem): answer.response
+        for cell in Records(file).cells.values()
+        for answer in cell.answers.values()
+    }
 
 
 def _compare_file(committed: Path, ours: Path) -> str:

@@ -1,0 +1,141 @@
+"""The command line: help that is enough, quick to start, one sentence and exit code 2 for what the user can mend."""
+
+import errno
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+import stand_ins
+import torch
+
+from residualquant import cli
+from residualquant.models import Ouro, OuroConfig
+from residualquant.repro import paths
+from residualquant.repro.records import read_records
+
+
+def call(capsys, *argv):
+    """(exit code, stdout, stderr) of a command run in this process."""
+    code = 0
+    try:
+        cli.main(argv)
+    except SystemExit as stop:
+        code = stop.code
+    out = capsys.readouterr()
+    return code, out.out, out.err
+
+
+@pytest.fixture
+def home(tmp_path, monkeypatch):
+    monkeypatch.setenv("RESIDUALQUANT_HOME", str(tmp_path))
+    return tmp_path
+
+
+def test_help_names_every_command_and_starts_quickly():
+    environment = {**os.environ, "COLUMNS": "100"}
+    command = [sys.executable, "-m", "residualquant.cli", "--help"]
+    begun = time.monotonic()
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=60)
+    assert time.monotonic() - begun < 10  # about 1 s on an idle machine
+    assert done.returncode == 0
+    for name in cli.COMMANDS:
+        assert f" {name} " in done.stdout
+
+
+@pytest.mark.parametrize("command", list(cli.COMMANDS))
+def test_every_command_explains_its_options(capsys, command):
+    code, out, _ = call(capsys, command, "--help")
+    assert code == 0 and "--help" in out and len(out) > 200
+
+
+def test_bits_prints_the_storage_arithmetic(capsys):
+    code, out, _ = call(capsys, "bits", "INT2/4 g=32", "--head-dim", "128")
+    assert code == 0
+    for value in ("3.09375", "42,42,42,72", "198", "5.17x", "414", "2.47x"):
+        assert value in out
+    assert "2.89062" not in out and "2222" not in out
+    _, out, _ = call(capsys, "bits", "INT2/4 g=32", "--reference", "direct", "--bits", "4", "2", "0", "4")
+    assert out == "" or "Traceback" not in out
+
+
+def test_bits_lists_every_label_when_none_is_given(capsys):
+    code, out, _ = call(capsys, "bits")
+    assert code == 0 and all(label in out for label in ("BF16", "INT2 g=16", "INT2/4 g=16", "INT4 g=32"))
+
+
+@pytest.mark.parametrize(
+    "argv, sentence",
+    [
+        (("bits", "INT3"), "unknown preset 'INT3'; known presets: BF16"),
+        (("bits", "INT2 g=32", "--head-dim", "100"), "100"),
+        (("bits", "INT2 g=32", "--rotation", "fourier"), "rotation must be one of"),
+        (("eval", "wrods"), "unknown task 'wrods'; known: words"),
+        (("tables", "--profile", "mni"), "unknown profile 'mni'; known: smoke, mini, full, paper"),
+        (("reproduce", "--profile", "paper"), "'paper' cannot run here, it lacks:"),
+        (("figures", "--only", "figure99"), "no figure 'figure99'"),
+        (("tables", "--profile", "smoke", "--only", "table2"), "answers for words, bf16 BF16; `make reproduce"),
+        (("eval", "words", "--model", "nobody"), "no model 'nobody'"),
+    ],
+)
+def test_what_the_user_can_mend_is_one_sentence_and_exit_code_2(capsys, home, argv, sentence):
+    code, _, err = call(capsys, *argv)
+    assert code == 2 and sentence in err
+    assert err.startswith("residualquant: ") and err.count("\n") == 1
+
+
+def test_a_full_disk_is_one_sentence(capsys, monkeypatch):
+    def full():
+        raise OSError(errno.ENOSPC, "No space left on device", "x")
+
+    monkeypatch.setattr("residualquant.repro.info.print_info", full)
+    code, _, err = call(capsys, "info")
+    assert code == 2 and err == "residualquant: [Errno 28] No space left on device: 'x'\n"
+
+
+def test_interrupted_says_how_to_go_on(capsys, monkeypatch):
+    def stop():
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("residualquant.repro.info.print_info", stop)
+    code, _, err = call(capsys, "info")
+    assert code == 130 and "goes on where it stopped" in err
+
+
+def test_debug_shows_the_traceback(monkeypatch):
+    monkeypatch.setenv("RESIDUALQUANT_DEBUG", "1")
+    with pytest.raises(ValueError, match="unknown preset"):
+        cli.main(["bits", "INT3"])
+
+
+def test_info_names_machine_models_and_profiles(capsys, home):
+    code, out, _ = call(capsys, "info")
+    assert code == 0
+    for word in ("torch", "GPU", "Models in", "smoke", "mini", "full", "paper", "not run here"):
+        assert word in out
+
+
+@pytest.fixture
+def tiny_model(monkeypatch):
+    """A random Ouro that reads bytes."""
+    torch.manual_seed(0)
+    config = OuroConfig(64, 96, 1, 1, 1, 64, 258, total_ut_steps=4)
+    model = Ouro(config).eval()
+    model.name, model.weights_hash, model.tokenizer = "tiny", "0" * 64, stand_ins.TextTokenizer()
+    model.tokenizer.decode = lambda ids: "".join(chr(i) for i in ids)
+    monkeypatch.setattr("residualquant.models.load_model", lambda name, device=None: model)
+    return model
+
+
+def test_eval_runs_a_model_and_resumes(capsys, home, tiny_model, monkeypatch):
+    argv = ("eval", "words", "BF16", "INT2 g=32", "INT2/4 g=32", "--n", "2", "--max-new-tokens", "4")
+    code, out, err = call(capsys, *argv)
+    assert code == 0, err
+    assert "INT2/4 g=32" in out and "95 % CI" in out
+    file = paths.runs_dir("eval") / "tiny.words.jsonl"
+    records = read_records(file)
+    assert len(records.cells) == 3 and all(c.is_complete for c in records.cells.values())
+    whole = file.read_bytes()
+    monkeypatch.setattr("residualquant.engine.iter_decode", None)
+    assert call(capsys, *argv)[0] == 0 and file.read_bytes() == whole

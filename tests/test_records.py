@@ -1,0 +1,271 @@
+"""Records: resumed after a kill, damage found and redone, one writer, a full disk, the same bytes every time."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import stand_ins
+
+from residualquant.config import preset
+from residualquant.errors import ResidualQuantError
+from residualquant.evals import run as evals_run
+from residualquant.repro import paths
+from residualquant.repro.records import Answer, Records, Writer, key_of, read_records
+
+PLACE = {"date": "today"}
+HERE = Path(__file__).parent
+
+
+def identity(name="a", n=3):
+    return {"task": "words", "kv": {"bits": [2, 2]}, "n": n, "name": name}
+
+
+def fill(path, name="a", n=3, scored=True):
+    with Writer(path) as writer:
+        cell = writer.start(identity(name, n), PLACE)
+        for i in reversed(range(n)):
+            writer.add(cell, Answer(f"p{i}", i, f"text\n{i} é \u2028", 5, True))
+        if scored:
+            writer.score(cell, {f"p{i}": i % 2 == 0 for i in range(n)})
+    return path
+
+
+def finish(path):
+    with Writer(path) as writer:
+        return writer.finish()
+
+
+def test_answers_and_scores_come_back(tmp_path):
+    records = read_records(fill(tmp_path / "r.jsonl"))
+    cell = records.find(n=3)
+    assert cell.is_complete and cell.provenance == PLACE
+    assert cell.correct == {"p0": True, "p1": False, "p2": True}
+    assert cell.answers["p1"].response == "text\n1 é \u2028"
+
+
+def test_a_finished_file_is_sorted_and_finishing_again_changes_no_byte(tmp_path):
+    path = fill(tmp_path / "r.jsonl")
+    assert finish(path)
+    first = path.read_bytes()
+    assert [json.loads(line).get("index") for line in first.splitlines()] == [None, 0, 1, 2]
+    assert b'"kind":"score"' not in first
+    assert not finish(path) and path.read_bytes() == first
+    other = tmp_path / "other.jsonl"
+    fill(other, "b"), fill(other, "a")
+    both = tmp_path / "both.jsonl"
+    fill(both, "a"), fill(both, "b")
+    finish(other), finish(both)
+    assert other.read_bytes() == both.read_bytes()
+
+
+def test_unscored_answers_are_kept(tmp_path):
+    cell = read_records(fill(tmp_path / "r.jsonl", scored=False)).find(n=3)
+    assert len(cell.answers) == 3 and not cell.is_complete and cell.correct == {}
+
+
+def test_writing_goes_on_after_a_file_was_finished(tmp_path):
+    path = fill(tmp_path / "r.jsonl")
+    with Writer(path) as writer:
+        writer.finish()
+        writer.add(writer.start(identity("b", 1), PLACE), Answer("p0", 0, "x", 1, True, True))
+    assert len(read_records(path).cells) == 2
+
+
+@pytest.mark.parametrize("cut", [1, 7, 40])
+def test_a_truncated_line_is_found_reported_and_only_it_is_lost(tmp_path, cut):
+    path = fill(tmp_path / "r.jsonl")
+    finish(path)
+    path.write_bytes(path.read_bytes()[:-cut])
+    with pytest.raises(ResidualQuantError, match=r"line 4 of .*r.jsonl is damaged .*make reproduce"):
+        read_records(path)
+    with Writer(path) as writer:
+        assert len(writer.records.damage) == 1
+        cell = writer.records.find(n=3)
+        assert sorted(cell.answers) == ["p0", "p1"]
+        writer.add(cell, Answer("p2", 2, "again", 1, True, True))
+    assert read_records(path).find(n=3).is_complete
+
+
+@pytest.mark.parametrize("line", [0, 2])
+def test_an_edited_line_is_found(tmp_path, line):
+    path = fill(tmp_path / "r.jsonl")
+    finish(path)
+    lines = path.read_bytes().splitlines(keepends=True)
+    lines[line] = lines[line].replace(b'"words"' if line == 0 else b"text", b'"wards"' if line == 0 else b"test")
+    path.write_bytes(b"".join(lines))
+    records = Records(path)
+    assert len(records.damage) == 1 and "checksum" in records.damage[0]
+    with Writer(path) as writer:  # answers whose header was lost are found again by their key
+        cell = writer.start(identity(), PLACE)
+        assert len(cell.answers) == (3 if line == 0 else 2)
+
+
+@pytest.mark.parametrize("junk", [b"\0\0\0\n", b"{}\n", b"[1]\n", b'{"kind":"cell"}\n', b"\xff\xfe\n", b"\n", b'"x"'])
+def test_junk_lines_are_damage_not_crashes(tmp_path, junk):
+    path = fill(tmp_path / "r.jsonl")
+    whole = path.read_bytes()
+    path.write_bytes(junk + whole if junk.endswith(b"\n") else whole + junk)
+    assert len(Records(path).damage) == 1
+    with Writer(path) as writer:
+        assert writer.records.find(n=3).is_complete
+    assert read_records(path).find(n=3).is_complete
+
+
+def test_the_key_changes_with_anything_that_changes_the_result():
+    chosen = evals_run.problems("words", 2)
+    base = {"max_new_tokens": 8, "seed": 0}
+    model = stand_ins.stand_in_model()
+    keys = {key_of(evals_run.identity_of(model, "words", chosen, preset("INT2 g=32"), **base))}
+    keys.add(key_of(evals_run.identity_of(model, "words", chosen, preset("INT2 g=16"), **base)))
+    keys.add(key_of(evals_run.identity_of(model, "words", chosen[:1], preset("INT2 g=32"), **base)))
+    keys.add(key_of(evals_run.identity_of(model, "words", chosen, preset("INT2 g=32"), max_new_tokens=9, seed=0)))
+    keys.add(key_of(evals_run.identity_of(model, "words", chosen, preset("INT2 g=32"), max_new_tokens=8, seed=1)))
+    model.weights_hash = "1" * 64
+    keys.add(key_of(evals_run.identity_of(model, "words", chosen, preset("INT2 g=32"), **base)))
+    assert len(keys) == 6
+
+
+def test_two_writers_refuse(tmp_path):
+    path = fill(tmp_path / "r.jsonl")
+    with Writer(path), pytest.raises(ResidualQuantError, match=f"another run .process {os.getpid()}."):
+        Writer(path).__enter__()
+    with Writer(path) as writer:
+        assert writer.records.find(n=3).is_complete
+
+
+FULL_DISK = """
+import resource, signal, sys
+sys.path.insert(0, {here!r})
+from test_records import *
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+path = Path({path!r})
+size = path.stat().st_size
+resource.setrlimit(resource.RLIMIT_FSIZE, (size + 500, size + 500))
+try:
+    with Writer(path) as writer:
+        cell = writer.start(identity("b", 9), PLACE)
+        for i in range(9):
+            writer.add(cell, Answer(f"p{{i}}", i, "x" * 60, 5, True))
+except ResidualQuantError as error:
+    print(error)
+try:
+    paths.write_atomic(path.with_name("table.csv"), "x" * (size + 1000))
+except ResidualQuantError as error:
+    print(error)
+"""
+
+
+def test_a_full_disk_is_one_sentence_and_leaves_whole_lines(tmp_path):
+    path = fill(tmp_path / "r.jsonl")
+    script = FULL_DISK.format(here=str(HERE), path=str(path))
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    lines = done.stdout.splitlines()
+    assert len(lines) == 2, done.stderr
+    assert "r.jsonl could not be extended" in lines[0] and "answers are safe" in lines[0]
+    assert "table.csv could not be written" in lines[1]
+    assert not Records(path).damage and len(Records(path).cells) == 2
+    assert sorted(f.name for f in tmp_path.iterdir()) == [".r.jsonl.lock", "r.jsonl"]
+
+
+def test_write_atomic_says_whether_it_changed_anything(tmp_path):
+    assert paths.write_atomic(tmp_path / "new" / "a.csv", "a\n")
+    assert not paths.write_atomic(tmp_path / "new" / "a.csv", "a\n")
+    assert [f.name for f in (tmp_path / "new").iterdir()] == ["a.csv"]
+
+
+# ------------------------------------------------------------------------------------------- evaluate
+
+
+CONFIGS = [preset("BF16"), preset("INT2 g=32"), preset("INT2/4 g=32")]
+
+
+@pytest.fixture
+def engine(monkeypatch):
+    stand_ins.install(monkeypatch, ("words",))
+
+
+def evaluate(path, configs=CONFIGS, n=8):
+    return evals_run.evaluate(stand_ins.stand_in_model(), "words", configs, n, path, progress=False)
+
+
+def test_evaluate_answers_and_scores_everything_once(engine, tmp_path, monkeypatch):
+    cells = evaluate(tmp_path / "r.jsonl")
+    assert all(cell.is_complete for cell in cells)
+    assert sum(cells[0].correct.values()) >= sum(cells[1].correct.values())
+    first = (tmp_path / "r.jsonl").read_bytes()
+    monkeypatch.setattr("residualquant.engine.iter_decode", None)  # nothing is left to decode
+    assert [c.correct for c in evaluate(tmp_path / "r.jsonl")] == [c.correct for c in cells]
+    assert (tmp_path / "r.jsonl").read_bytes() == first
+
+
+def test_evaluate_adds_only_what_is_missing(engine, tmp_path):
+    evaluate(tmp_path / "r.jsonl", CONFIGS[:1])
+    evaluate(tmp_path / "r.jsonl", CONFIGS)
+    at_once = tmp_path / "other.jsonl"
+    evaluate(at_once, CONFIGS)
+    ours, theirs = read_records(tmp_path / "r.jsonl"), read_records(at_once)
+    assert {k: c.correct for k, c in ours.cells.items()} == {k: c.correct for k, c in theirs.cells.items()}
+
+
+def test_changed_code_supersedes_old_answers(engine, tmp_path, monkeypatch):
+    evaluate(tmp_path / "r.jsonl")
+    old = set(read_records(tmp_path / "r.jsonl").cells)
+    monkeypatch.setattr(evals_run, "method_hash", lambda: "other")
+    evaluate(tmp_path / "r.jsonl", CONFIGS[:2])
+    new = read_records(tmp_path / "r.jsonl").cells
+    assert len(new) == 3 and len(old & set(new)) == 1
+
+
+def test_evaluate_reports_damage_and_computes_it_again(engine, tmp_path, capsys):
+    path = tmp_path / "r.jsonl"
+    evaluate(path)
+    whole = read_records(path)
+    path.write_bytes(path.read_bytes()[:-9])
+    evaluate(path)
+    assert capsys.readouterr().err.count("is damaged") == 1
+    assert {k: c.correct for k, c in read_records(path).cells.items()} == {k: c.correct for k, c in whole.cells.items()}
+
+
+@pytest.mark.parametrize("n, configs", [(0, CONFIGS), (3, []), (3, [CONFIGS[0]] * 2)])
+def test_evaluate_refuses_nonsense(engine, tmp_path, n, configs):
+    with pytest.raises(ValueError, match="n >= 1 and distinct"):
+        evaluate(tmp_path / "r.jsonl", configs, n)
+
+
+def test_killed_half_way_and_run_again_nothing_is_lost_or_computed_twice(tmp_path):
+    path, log = tmp_path / "r.jsonl", tmp_path / "log.txt"
+
+    def start(delay):
+        command = [sys.executable, str(HERE / "stand_ins.py"), str(path), "words", "20", str(log), str(delay)]
+        return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+
+    process = start(0.05)
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline and not (path.is_file() and path.read_bytes().count(b'"answer"') >= 13):
+        time.sleep(0.01)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    before = Records(path)
+    kept = {(key, a.problem): a.response for key, c in before.cells.items() for a in c.answers.values()}
+    assert 13 <= len(kept) < 60
+    decoded = log.read_text().splitlines()
+    assert len(decoded) - len(kept) in (0, 1)  # at most the one whose line was not written yet
+
+    process = start(0)
+    assert "done" in process.communicate(timeout=120)[0]
+    after = read_records(path)
+    answers = {(key, a.problem): a.response for key, c in after.cells.items() for a in c.answers.values()}
+    assert len(answers) == 60 and all(c.is_complete for c in after.cells.values())
+    assert kept.items() <= answers.items()
+    again = log.read_text().splitlines()[len(decoded) :]
+    assert len(again) == 60 - len(kept)
+    assert len(set(again) & set(decoded)) <= 1
+
+    finished = path.read_bytes()
+    assert "done" in start(0).communicate(timeout=120)[0]
+    assert path.read_bytes() == finished
