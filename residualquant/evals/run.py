@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from residualquant.evals.tasks import EOS_ID, MAX_NEW_TOKENS, TASKS_VERSION, Problem, problems
+from residualquant.repro.paths import show
 from residualquant.repro.provenance import method_hash, provenance
 from residualquant.repro.records import SCHEMA, Answer, Cell, Writer
 
@@ -92,7 +93,11 @@ def evaluate(
         identities = [identity_of(model, task, chosen, c, max_new_tokens=limit, seed=seed) for c in configs]
         cells = [writer.start(identity, made) for identity in identities]
         options = {"max_new_tokens": limit, "eos_ids": {EOS_ID}, "max_rows": max_rows, "progress": progress}
-        for wanted, group in _missing(chosen, cells):
+        groups = _missing(chosen, cells)
+        if progress and groups:
+            total, left = n * len(configs), sum(len(wanted) * len(group) for wanted, group in groups)
+            print(f"{task}: {total - left} of {total} answers are in {show(writer.path)}", file=sys.stderr)
+        for wanted, group in groups:
             _decode(model, group, [(configs[i], cells[i]) for i in wanted], writer, options, chosen)
         _score(task, chosen, cells, writer)
         writer.finish(_superseded(writer, cells))
