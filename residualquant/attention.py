@@ -3,7 +3,8 @@
     score = (q U_K) . Zhat_K        out = (sum_t p_t Zhat_V,t) U_V^T        softmax and accumulation in FP32
 
 The past is never rotated back: the query is rotated once and the output once. All of it is plain PyTorch; grouped
-queries are folded into the query axis, so Hq = H and Hq = G*H take the same path.
+queries are folded into the query axis, so Hq = H and Hq = G*H take the same path. (A float64 model is served in
+float64 throughout; that is for tests, where codes must not flip by the order of a sum.)
 """
 
 from __future__ import annotations
@@ -12,26 +13,39 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-LARGEST = 65504.0
+from residualquant.residual import LIMIT
 
 
-def to_bf16(x: Tensor) -> Tensor:
-    """``x`` as the cache holds it: rounded to BF16, NaN replaced by 0, everything else within +-65504.
+def compute_dtype(dtype: torch.dtype) -> torch.dtype:
+    """What attention over the past is computed in for queries of ``dtype``: FP32, or FP64 for FP64."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def make_finite(x: Tensor) -> Tensor:
+    """``x`` with NaN replaced by 0 and everything else within +-65504.
 
     A NaN that stayed in K or V would spoil other tokens, since 0 * NaN = NaN in the sum of values.
     """
-    return torch.nan_to_num(x, nan=0.0).clamp(-LARGEST, LARGEST).to(torch.bfloat16)
+    return torch.nan_to_num(x, nan=0.0).clamp_(-LIMIT, LIMIT)
+
+
+def to_bf16(x: Tensor) -> Tensor:
+    """``x`` as attention reads it: finite and rounded to BF16."""
+    return make_finite(x).to(torch.bfloat16)
 
 
 def count_unusable(x: Tensor) -> Tensor:
-    """Number (a 0-dim tensor, so that no GPU is waited for) of values :func:`to_bf16` has to replace."""
-    return (~(x.abs() <= LARGEST)).sum()
+    """Number (a 0-dim tensor, so that no GPU is waited for) of values that :func:`make_finite` has to replace."""
+    return (~(x.abs() <= LIMIT)).sum()
 
 
 def rotate(x: Tensor, matrix: Tensor | None) -> Tensor:
     """``x @ T`` for x [..., Hx, D]: T is [D, D], or [H, D, D] with Hx = G*H consecutive query heads per KV head."""
-    if matrix is None or matrix.dim() == 2:
-        return x if matrix is None else x @ matrix
+    if matrix is None:
+        return x
+    matrix = matrix.to(x.dtype)
+    if matrix.dim() == 2:
+        return x @ matrix
     grouped = x.unflatten(-2, (matrix.shape[0], -1))
     return (grouped @ matrix).flatten(-3, -2)
 
@@ -69,14 +83,14 @@ def attend_prompt(q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None = None) 
 
 
 def attend_one(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
-    """One query token per row over one stretch of keys, in FP32.
+    """One query token per row over one stretch of keys, in the dtype given: FP32.
 
     Args:
-        q: [B, Hq, D] FP32; k, v: [B, H, S, D] FP32, in the space q is in.
+        q: [B, Hq, D]; k, v: [B, H, S, D], in the space q is in.
         bias: [B, 1, 1, S], 0 where a row may look and -inf elsewhere.
 
     Returns:
-        [B, Hq, D] FP32, in the space v is in.
+        [B, Hq, D], in the space v is in.
     """
     heads, dim = k.shape[1], k.shape[3]
     scores = torch.matmul(q.unflatten(1, (heads, -1)) * dim**-0.5, k.transpose(-1, -2))
@@ -111,9 +125,9 @@ def attend_past_and_step(
     if mask is None:
         mask = torch.ones(length, past[0].shape[1] + length, dtype=torch.bool, device=q.device)
         mask = mask.tril(past[0].shape[1])[None]
-    query = q.float()
+    query = q.to(compute_dtype(q.dtype))
     past_out, past_lse = _partial(rotate(query, matrices[0]), *past, mask[:, :, :-length])
-    step_out, step_lse = _partial(query, step[0].float(), step[1].float(), mask[:, :, -length:])
+    step_out, step_lse = _partial(query, *step, mask[:, :, -length:])
     weight = torch.sigmoid(past_lse - step_lse)[..., None]
     merged = torch.lerp(step_out, rotate_back(past_out, matrices[1]), weight)
     return merged.to(q.dtype)
@@ -123,11 +137,11 @@ def _partial(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> tuple[Tensor, Ten
     """Softmax-weighted values [B, T, Hq, D] and log-sum-exp [B, T, Hq] of one stretch; 0 and -inf where it is empty."""
     heads, dim = k.shape[2], k.shape[3]
     grouped = q.unflatten(2, (heads, -1)) * dim**-0.5
-    scores = torch.einsum("bthgd,bshd->bthgs", grouped, k)
+    scores = torch.einsum("bthgd,bshd->bthgs", grouped, k.to(q.dtype))
     scores = scores.masked_fill(~mask[:, :, None, None, :], -torch.inf)
     lse = torch.logsumexp(scores, dim=-1)
     weights = torch.exp(scores - lse.nan_to_num(neginf=0.0)[..., None])
-    return torch.einsum("bthgs,bshd->bthgd", weights, v).flatten(2, 3), lse.flatten(2, 3)
+    return torch.einsum("bthgs,bshd->bthgd", weights, v.to(q.dtype)).flatten(2, 3), lse.flatten(2, 3)
 
 
 class PackedAttention:

@@ -55,7 +55,8 @@ class LayerRotations:
     ):
         self.loops = cfg.loops
         self.shared: Rotation | None = None
-        self._calibrated = calibrated if cfg.rotation in ("oscar", "optr_h") and not cfg.is_off else None
+        needed = cfg.rotation in ("oscar", "optr_h") and not cfg.is_off
+        self._calibrated = (calibrated or {}) if needed else None
         if self._calibrated is None:
             self.shared = rotation_for(cfg, shape.head_dim, device)
             return
@@ -410,7 +411,7 @@ def _join(old: Tensor | None, new: Tensor) -> Tensor:
 class DecodeCache:
     """Dequantised caches of many sequences, each under its own configuration: what a decode step reads (Sec. 4).
 
-    ``data`` [loops, layers, 2 (K, V), rows, H, capacity, D] FP32 in each row's rotated space holds what the packed
+    ``data`` [loops, layers, 2 (K, V), rows, H, capacity, D] in each row's rotated space holds what the packed
     cache would decode to. Rows are right-padded: row i has its tokens in columns 0 … lengths[i] - 1. During a step the
     column ``lengths[i]`` holds the current token in BF16 precision; :meth:`commit` replaces it by its reconstruction.
     Reading it runs at memory bandwidth, 8 * S * H * D bytes per row, loop and layer.
@@ -419,7 +420,7 @@ class DecodeCache:
         shape: KV shape of the model.
         configs: the configuration of every row.
         capacity: most tokens a row may reach.
-        storage: flat FP32 tensor of finite values to live in, at least :meth:`numel` long.
+        storage: flat tensor (FP32) of finite values to live in, at least :meth:`numel` long.
     """
 
     def __init__(self, shape: KVShape, configs: Sequence[KVQuantConfig], capacity: int, storage: Tensor):
@@ -433,7 +434,7 @@ class DecodeCache:
         self._late = None
         widest = max((cfg.recent_tokens for cfg in configs), default=0)
         if widest:
-            self._late = torch.zeros(*size[:5], widest, shape.head_dim, device=storage.device)
+            self._late = storage.new_zeros(*size[:5], widest, shape.head_dim)
 
     @staticmethod
     def numel(shape: KVShape, rows: int, capacity: int) -> int:
@@ -468,7 +469,8 @@ class DecodeCache:
         """Prepare the mask [rows, 1, 1, S] of the next token: all columns up to ``lengths[i]``, its own."""
         columns = torch.arange(self.longest + 1, device=self.lengths.device)
         hidden = columns[None] > self.lengths[:, None]
-        self._bias = torch.zeros(hidden.shape, device=hidden.device).masked_fill_(hidden, -torch.inf)[:, None, None]
+        bias = torch.zeros(hidden.shape, dtype=self.data.dtype, device=hidden.device)
+        self._bias = bias.masked_fill_(hidden, -torch.inf)[:, None, None]
 
     def attend(self, loop: int, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Attention of the current token of every row over its past and itself.

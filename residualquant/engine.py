@@ -13,14 +13,14 @@ the next prompts. Memory figures of the method come from the packed cache, not f
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
-from residualquant.attention import attend_prompt, rotate, rotate_back, to_bf16
+from residualquant.attention import attend_prompt, compute_dtype, make_finite, rotate, rotate_back, to_bf16
 from residualquant.cache import DecodeCache, LayerRotations, RotationMap, loop_groups, reconstruct_all
-from residualquant.config import KVQuantConfig, preset
+from residualquant.config import RAW_BITS, KVQuantConfig, preset
 from residualquant.models.ouro import Ouro
 
 MAX_ROWS = {"cpu": 544, "cuda": 4096}
@@ -200,7 +200,7 @@ class _Decoder:
     def __init__(self, model, prompts, configs, max_new_tokens, eos_ids, rotations):
         self.model, self.prompts, self.configs = model, prompts, configs
         self.limit, self.eos_ids = max_new_tokens, eos_ids
-        self.shape, self.device = model.kv_shape, model.device
+        self.shape, self.device, self.dtype = model.kv_shape, model.device, compute_dtype(model.dtype)
         self.rotations = [
             LayerRotations(cfg, self.shape, self.device, rotations.get(index)) for index, cfg in enumerate(configs)
         ]
@@ -259,10 +259,10 @@ class _Decoder:
         return max(map(len, prompts)) + self.limit
 
     def _buffer(self, name: str, *size: int) -> Tensor:
-        """FP32 scratch of ``size`` that is kept from step to step (fresh pages cost more than the work on them)."""
+        """Scratch of ``size`` that is kept from step to step (fresh pages cost more than the work on them)."""
         numel = torch.Size(size).numel()
         if name not in self._buffers or self._buffers[name].numel() < numel:
-            self._buffers[name] = torch.zeros(numel, device=self.device)
+            self._buffers[name] = torch.zeros(numel, dtype=self.dtype, device=self.device)
         return self._buffers[name][:numel].view(size)
 
     @torch.no_grad()
@@ -271,18 +271,32 @@ class _Decoder:
         prompts = [self.prompts[index] for index in indices]
         width, capacity = len(self.configs), self._capacity(prompts)
         if storage is None:
-            storage = torch.zeros(DecodeCache.numel(self.shape, len(prompts) * width, capacity), device=self.device)
+            numel = DecodeCache.numel(self.shape, len(prompts) * width, capacity)
+            storage = torch.zeros(numel, dtype=self.dtype, device=self.device)
         cache = DecodeCache(self.shape, self.configs * len(prompts), capacity, storage)
         kv, first = self._prefill(prompts)
+        rotated: dict[int, Tensor] = {}
         for column, (cfg, rotations) in enumerate(zip(self.configs, self.rotations)):
-            rebuilt = reconstruct_all(kv, cfg, rotations)
-            raw = rotations.rotate_all(to_bf16(kv).float()) if cfg.sink_tokens or cfg.recent_tokens else rebuilt
+            rebuilt = self._rebuild_prompts(kv, cfg, rotations, rotated)
+            raw = rotations.rotate_all(to_bf16(kv)) if cfg.sink_tokens or cfg.recent_tokens else rebuilt
             for place, prompt in enumerate(prompts):
                 own = slice(kv.shape[4] - len(prompt), None)
                 row = place * width + column
                 cache.fill(row, raw[:, :, :, place, own], rebuilt[:, :, :, place, own])
         sequences = [(column, index) for index in indices for column in range(width)]
         return _Lane(cache, storage, first.repeat_interleave(width), sequences)
+
+    def _rebuild_prompts(
+        self, kv: Tensor, cfg: KVQuantConfig, rotations: LayerRotations, rotated: dict[int, Tensor]
+    ) -> Tensor:
+        """:func:`reconstruct_all`; ``rotated`` keeps ``kv`` in a rotation's space for the next configuration of it."""
+        if rotations.shared is None or RAW_BITS in cfg.bits:
+            return reconstruct_all(kv, cfg, rotations)
+        key = id(rotations.shared)
+        if key not in rotated:
+            rotated[key] = rotations.rotate_all(make_finite(kv))
+        plain = replace(cfg, rotation="none")
+        return reconstruct_all(rotated[key], plain, LayerRotations(plain, self.shape, self.device))
 
     def _prefill(self, prompts: list[list[int]]) -> tuple[Tensor, Tensor]:
         """K and V [loops, layers, 2, B, T, H, D] of left-padded prompts, of BF16 precision, and the next tokens [B]."""
@@ -340,8 +354,9 @@ class _Decoder:
         newest = logits[:, -1].argmax(-1)
         rebuilt = self._buffer("rebuilt", *stage.shape)
         for config_index, own in layout.by_config:
-            x = stage.index_select(3, own)
-            rebuilt.index_copy_(3, own, reconstruct_all(x, self.configs[config_index], self.rotations[config_index]))
+            cfg, rotations = self.configs[config_index], self.rotations[config_index]
+            new = reconstruct_all(stage.index_select(3, own), cfg, rotations)
+            rebuilt.index_copy_(3, own, new.to(self.dtype))
         for lane, own in zip(lanes, layout.slices):
             lane.cache.commit(rebuilt[:, :, :, own])
             lane.tokens = newest[own]
@@ -349,7 +364,7 @@ class _Decoder:
 
     def _attend(self, lanes, layout, stage, loop, layer, q, k, v) -> Tensor:
         """One (loop, layer) of a step for all rows: q [rows, Hq, D], k and v [rows, H, D] -> [rows, Hq, D]."""
-        query, keys, values = q.float(), to_bf16(k).float(), to_bf16(v).float()
+        query, keys, values = q.to(self.dtype), to_bf16(k).to(self.dtype), to_bf16(v).to(self.dtype)
         stage[loop, layer, 0].copy_(k.to(torch.bfloat16))
         stage[loop, layer, 1].copy_(v.to(torch.bfloat16))
         for rotations, own in layout.by_rotation:
