@@ -17,7 +17,7 @@ TABLE_CSS = """
  border-bottom:1.5px solid #9aa5b1;white-space:nowrap}
 .rq th,.rq td{padding:4px 10px;vertical-align:top}
 .rq td{border-bottom:1px solid #e6e9ee;color:#23272e;background:transparent;text-align:left}
-.rq .num{text-align:right;white-space:nowrap}
+.rq .num{text-align:right;white-space:nowrap}.rq .short{white-space:nowrap}.rq .long{min-width:15em}
 .rq tr.first td{border-top:1.5px solid #c3cad3}
 .rq .yes,.rq .no,.rq .open{padding:1px 7px;border-radius:9px;font-size:12px;white-space:nowrap}
 .rq .yes{background:#dff1e4;color:#14632f}.rq .no{background:#fbe0dc;color:#96230f}
@@ -25,6 +25,7 @@ TABLE_CSS = """
 .rq{overflow-x:auto;max-width:100%;-webkit-overflow-scrolling:touch}
 """
 
+SHORT = 34  # columns of texts up to this long are not broken into lines
 _VERDICTS = {"not reproduced": "no", "reproduced": "yes", "differs": "no", "undecided": "open"}
 
 
@@ -55,19 +56,34 @@ def cell_text(value: Any, column: str) -> str:
         return f"{value:.2g}"
     if column.endswith("_pct") or column in ("ci_low", "ci_high", "difference", "paper_difference"):
         return f"{value:.1f}"
-    return f"{value:.6g}"
+    return f"{value:.2f}" if column.endswith("ratio") else f"{value:.6g}"
 
 
-def _cell(value: Any, column: str, numeric: bool) -> str:
+def column_title(column: str) -> str:
+    """A column's name as read by people: "accuracy %" for accuracy_pct, "95 % low" for ci_low."""
+    known = {"ci_low": "95 % low", "ci_high": "95 % high", "p_same": "p (same)"}
+    if column in known:
+        return known[column]
+    text = f"{column[:-4]} %" if column.endswith("_pct") else column
+    return text.replace("_", " ").replace("bf16", "BF16")
+
+
+def _cell(value: Any, column: str, css: str) -> str:
     text = html.escape(cell_text(value, column))
     if column.lower() == "verdict":
         kind = next((css for start, css in _VERDICTS.items() if text.startswith(start)), None)
         text = f'<span class="{kind}">{text}</span>' if kind else text
-    return f'<td class="num">{text}</td>' if numeric else f"<td>{text}</td>"
+    return f'<td class="{css}">{text}</td>' if css else f"<td>{text}</td>"
 
 
 def _is_number(text: str) -> bool:
     return text == "–" or text.replace(" – ", "").replace("−", "").lstrip("+-").replace(".", "", 1).isdigit()
+
+
+def _column_css(texts: list[str]) -> str:
+    if all(_is_number(text) for text in texts):
+        return "num"
+    return "short" if max(map(len, texts), default=0) <= SHORT else "long"
 
 
 def table_html(table: pd.DataFrame, new_block: str | None = None) -> str:
@@ -76,14 +92,12 @@ def table_html(table: pd.DataFrame, new_block: str | None = None) -> str:
     Args:
         new_block: a column; a rule is drawn above every row where its value changes.
     """
-    numeric = {c: all(_is_number(cell_text(v, c)) for v in table[c].tolist()) for c in table.columns}
-    head = "".join(
-        f"<th{' class=num' if numeric[c] else ''}>{html.escape(str(c).replace('_', ' '))}</th>" for c in table.columns
-    )
+    css = {c: _column_css([cell_text(v, c) for v in table[c].tolist()]) for c in table.columns}
+    head = "".join(f'<th class="{css[c]}">{html.escape(column_title(str(c)))}</th>' for c in table.columns)
     rows, before = [], None
     for values in table.to_dict("records"):
         block = values[new_block] if new_block else None
         start = ' class="first"' if rows and block != before else ""
         before = block
-        rows.append(f"<tr{start}>" + "".join(_cell(v, c, numeric[c]) for c, v in values.items()) + "</tr>")
+        rows.append(f"<tr{start}>" + "".join(_cell(v, c, css[c]) for c, v in values.items()) + "</tr>")
     return f'<div class="rq"><table><thead><tr>{head}</tr></thead><tbody>{"".join(rows)}</tbody></table></div>'

@@ -283,10 +283,11 @@ def draw_figure1_left(table: pd.DataFrame) -> Picture:
                           textcoords="offset points", fontsize=7, fontweight="bold")
         labels = [f"{STEP_LABELS[s][0]}\n{rows.loc[s, 'effective_bits']:.2g} bit" for s in rows.index]
         axis.set_xticks(range(len(rows)), labels, fontsize=6)
-        axis.set_ylim(0, 100)
+        axis.set_ylim(0, 109)
+        axis.set_yticks(range(0, 101, 20))
         axis.set_ylabel("accuracy, %")
         axis.plot([], [], "D", markerfacecolor="white", markeredgecolor=INK, markersize=4, label="paper (MATH500)")
-        axis.legend(loc="upper right", bbox_to_anchor=(1, 1.1))
+        figure.legend(loc="outside upper right")
     return Picture(figure, "From direct INT2 to the full method, one ingredient at a time")
 
 
