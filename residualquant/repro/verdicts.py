@@ -1,7 +1,8 @@
 """The paper's ordering claims, judged on our own records by paired tests; ``claims.csv``.
 
 "Better" is an exact McNemar test at 5 %; "not worse" a non-inferiority test with a margin of 3 points. A claim about
-several precisions is reproduced when it is at every one of them, not reproduced when it is refuted at any.
+several precisions is reproduced when it is at every one of them, not reproduced when it is refuted at any, and
+undecided otherwise, also where a small profile measures only some of them.
 """
 
 from __future__ import annotations
@@ -124,7 +125,7 @@ def _judge(profile: Profile, cells: Cells, claim: Claim, tasks: Sequence[str], f
     return {
         "claim": claim.name,
         "text": claim.text,
-        "comparison": f"{_name(first)} | {_name(second)}",
+        "comparison": f"{_name(first)} against {_name(second)}",
         "kind": claim.kind,
         "rotation": ",".join(sorted(rotations)) or "none",
         "tasks": " ".join(tasks),
@@ -143,17 +144,17 @@ def _judge(profile: Profile, cells: Cells, claim: Claim, tasks: Sequence[str], f
 
 
 def _whole(claim: Claim, tasks: Sequence[str], judged: list[dict]) -> dict:
-    verdicts = [row["verdict"] for row in judged]
-    whole = REFUTED if REFUTED in verdicts else UNDECIDED if UNDECIDED in verdicts else REPRODUCED
+    verdicts, wanted = [row["verdict"] for row in judged], len(claim.comparisons)
+    whole = REFUTED if REFUTED in verdicts else REPRODUCED if verdicts.count(REPRODUCED) == wanted else UNDECIDED
     return {
         "claim": claim.name,
         "text": claim.text,
-        "comparison": f"all {len(judged)}",
+        "comparison": f"all {wanted}",
         "kind": claim.kind,
         "rotation": judged[0]["rotation"],
         "tasks": " ".join(tasks),
         "n": judged[0]["n"],
-        "test": f"{verdicts.count(REPRODUCED)} of {len(verdicts)} comparisons reproduced",
+        "test": f"{verdicts.count(REPRODUCED)} of {wanted} comparisons reproduced",
         "verdict": whole,
     }
 
