@@ -461,7 +461,8 @@ class DecodeCache:
         if recent:
             target[..., length - recent :, :] = raw[:, :, :, length - recent :].transpose(3, 4)
             slots = torch.arange(length - recent, length, device=raw.device) % cfg.recent_tokens
-            self._late[:, :, :, row][..., slots, :] = rebuilt[:, :, :, length - recent :].transpose(3, 4)
+            late = rebuilt[:, :, :, length - recent :].transpose(3, 4)
+            self._late[:, :, :, row].index_copy_(4, slots, late.to(self._late.dtype))
         self.lengths[row] = length
         self.longest = max(self.longest, length)
 
