@@ -19,6 +19,7 @@ The trade-off: plain text is several times larger than it need be, but can be re
 from __future__ import annotations
 
 import fcntl
+import functools
 import hashlib
 import json
 import os
@@ -146,15 +147,23 @@ class Records:
 
 
 def read_records(path: Path) -> Records:
-    """Records for tables and figures, where nothing can be computed again.
+    """Records for tables and figures, where nothing can be computed again (kept while the file does not change).
 
     Raises:
         ResidualQuantError: a line is damaged.
     """
-    records = Records(path)
+    path = Path(path)
+    stat = path.stat() if path.is_file() else None
+    records = _read_once(path, stat and (stat.st_ino, stat.st_size, stat.st_mtime_ns))
     if records.damage:
         raise ResidualQuantError(f"{records.damage[0]}; `make reproduce` computes it again")
     return records
+
+
+@functools.lru_cache(maxsize=16)
+def _read_once(path: Path, version: tuple | None) -> Records:
+    """The file's content while its ``version`` (inode, size, time) is the same."""
+    return Records(path)
 
 
 def serialise(records: Records, drop: Iterable[str] = ()) -> bytes:
