@@ -98,7 +98,8 @@ def test_wheel_contains_everything(tmp_path):
     run = subprocess.run(build, cwd=source, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
     names = set(zipfile.ZipFile(next(tmp_path.glob("*.whl"))).namelist())
-    expected = {f"residualquant/{p.relative_to(source / 'residualquant')}" for p in (source / "residualquant").rglob("*.*")}
+    package_files = (source / "residualquant").rglob("*.*")
+    expected = {f"residualquant/{p.relative_to(source / 'residualquant')}" for p in package_files}
     for folder, package in PYPROJECT["tool"]["setuptools"]["package-dir"].items():
         patterns = PYPROJECT["tool"]["setuptools"]["package-data"][folder]
         found = [p for pattern in patterns for p in (source / package).glob(pattern) if p.is_file()]
