@@ -138,7 +138,7 @@ def coding_steps(cfg: KVQuantConfig) -> tuple[Step, ...]:
     return tuple(steps)
 
 
-def encode(x: Tensor, cfg: KVQuantConfig, rotation: Rotation | None = None) -> PackedKV:
+def encode(x: Tensor, cfg: KVQuantConfig, rotation: Rotation | Tensor | None = None) -> PackedKV:
     """Packed K or V states of one loop group (Sec. 3.2).
 
     NaN counts as 0 and values are clamped to +-65504; ``PackedKV.sanitised`` counts both.
@@ -146,7 +146,8 @@ def encode(x: Tensor, cfg: KVQuantConfig, rotation: Rotation | None = None) -> P
     Args:
         x: [L, ..., H, D] or [L, ..., D], any float dtype; keys are post-RoPE.
         cfg: how to code, for L loops.
-        rotation: of this layer, K or V; needed for "oscar" and "optr_h", made here for "hadamard".
+        rotation: of this layer, K or V, or only its matrix [D, D] or [H, D, D]; needed for "oscar" and "optr_h",
+            made here for "hadamard".
 
     Raises:
         ValueError: another number of loops, a head size that the groups do not divide, a rotation of another shape,
@@ -168,7 +169,7 @@ def encode(x: Tensor, cfg: KVQuantConfig, rotation: Rotation | None = None) -> P
     return packed.map(lambda stored: stored.reshape(*x.shape[1:-1], stored.shape[-1]))
 
 
-def reconstruct(x: Tensor, cfg: KVQuantConfig, rotation: Rotation | None = None) -> Tensor:
+def reconstruct(x: Tensor, cfg: KVQuantConfig, rotation: Rotation | Tensor | None = None) -> Tensor:
     """``decode(encode(x, cfg, rotation), space="rotated")``, bit for bit, without packing: the engine's fast path.
 
     Args:
@@ -337,7 +338,7 @@ def _unpack(tokens: PackedKV, step: Step, block: slice, z: Tensor) -> Tensor:
     return _rebuild(prediction, codes, metadata, _means(rotation, step), cfg)
 
 
-def _check_input(x: Tensor, cfg: KVQuantConfig, rotation: Rotation | None) -> Rotation | None:
+def _check_input(x: Tensor, cfg: KVQuantConfig, rotation: Rotation | Tensor | None) -> Rotation | None:
     """The rotation to use, after checking that input, configuration and rotation fit together."""
     shape = list(x.shape)
     if not x.is_floating_point():
@@ -347,6 +348,8 @@ def _check_input(x: Tensor, cfg: KVQuantConfig, rotation: Rotation | None) -> Ro
     layout.check_head_dim(cfg, shape[-1])
     if rotation is None:
         return rotation_for(cfg, shape[-1], x.device)
+    if isinstance(rotation, Tensor):
+        rotation = Rotation(rotation)
     if cfg.rotation == "none":
         raise ValueError('a rotation was given, but the configuration has rotation="none"')
     if rotation.head_dim != shape[-1] or (rotation.heads and (len(shape) < 3 or shape[-2] != rotation.heads)):

@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 from residualquant import KVQuantConfig, decode, encode, preset
 from residualquant import residual as residual_module
@@ -311,3 +312,18 @@ def test_wrong_input_is_named(x, message):
     for function in (encode, reconstruct):
         with pytest.raises(ValueError, match=message):
             function(x, preset("INT2/4 g=32"))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("reference", REFERENCES)
+@pytest.mark.parametrize("rotation", ["none", "hadamard", "optr_h"])
+def test_gpu_writes_the_same_bytes(reference, rotation):
+    x = looped_states(tokens=700)
+    bases = random_rotation(128, 2) if rotation == "optr_h" else None
+    on_gpu = None if bases is None else Rotation(bases.matrix.cuda(), bases.means.cuda())
+    for label in ("BF16", "INT2 g=32", "INT2/4 g=16", "INT4 g=32"):
+        for coefficient in ("ls", "norm_ratio", "unit"):
+            cfg = preset(label, reference=reference, rotation=rotation, coefficient=coefficient)
+            packed = encode(x.cuda(), cfg, on_gpu)
+            assert same_bytes(packed.map(Tensor.cpu), encode(x, cfg, bases))
+            assert torch.equal(decode(packed, "rotated"), reconstruct(x.cuda(), cfg, on_gpu))

@@ -94,6 +94,11 @@ def test_codec_refuses_rotations_that_do_not_fit():
         encode(x, cfg, random_rotation(64, means=torch.zeros(3, 64)))
 
 
+def test_a_bare_matrix_is_a_rotation():
+    cfg, x = preset("INT2/4 g=32", rotation="hadamard"), torch.randn(4, 5, 128)
+    assert torch.equal(decode(encode(x, cfg, hadamard_matrix(128))), decode(encode(x, cfg)))
+
+
 @pytest.mark.parametrize("heads", [None, 3])
 @pytest.mark.parametrize("with_means", [False, True])
 def test_calibrated_rotations_code_in_their_basis(heads, with_means):

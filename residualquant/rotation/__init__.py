@@ -20,8 +20,9 @@ ORTHOGONALITY_TOLERANCE = 1e-3
 class Rotation:
     """One orthogonal matrix per head (or one for all), and the fixed means that OptR-H subtracts.
 
-    Products are summed in FP64 and rounded once to FP32.  Summing in FP32 would give a token other bits in a large
-    batch than alone, as matrix kernels change their order of summation with the shape.
+    Products are summed in FP64 and rounded once to FP32: matrix kernels change their order of summation with the shape,
+    and in FP32 that would give a token other bits in a large batch than alone.  FP64 sums of FP32 entries and BF16
+    states are exact, or so nearly exact that the order can no longer be seen after rounding.
 
     Attributes:
         matrix: [D, D], or [H, D, D] with one matrix per KV head; any float dtype.
