@@ -6,24 +6,26 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
 from residualquant.config import PRESETS, KVQuantConfig, preset
-from residualquant.residual import PackedKV, decode, encode
 
 __version__ = "0.1.0"
 
 __all__ = ["PRESETS", "KVQuantConfig", "PackedKV", "decode", "encode", "generate", "load_model", "preset"]
 
+_HOME = {
+    "PackedKV": "residual",
+    "decode": "residual",
+    "encode": "residual",
+    "generate": "engine",
+    "load_model": "models",
+}
+
 
 def __getattr__(name: str) -> Any:
-    """Models and the engine are imported when they are first used."""
-    if name == "load_model":
-        from residualquant.models import load_model
-
-        return load_model
-    if name == "generate":
-        from residualquant.engine import generate
-
-        return generate
-    raise AttributeError(f"module 'residualquant' has no attribute {name!r}")
+    """What needs torch is imported when it is first used, so that the command line starts at once."""
+    if name not in _HOME:
+        raise AttributeError(f"module 'residualquant' has no attribute {name!r}")
+    return getattr(importlib.import_module(f"residualquant.{_HOME[name]}"), name)
