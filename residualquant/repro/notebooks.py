@@ -22,6 +22,7 @@ from residualquant.errors import ResidualQuantError
 from residualquant.repro import paths
 
 KERNEL = "python3"
+QUIET = "--IPKernelApp.log_level=40"  # errors only
 SHOWN_LINES = 12  # of a failing cell and of its traceback
 
 
@@ -106,12 +107,13 @@ def run_notebook(name: str, parameters: Mapping[str, Any] | None = None, profile
     target, temporary = folder / source.name, folder / f".{source.stem}.running.ipynb"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        _execute(source, temporary, parameters)
-        temporary.replace(target)
+        try:
+            _execute(source, temporary, parameters)
+            temporary.replace(target)
+        finally:
+            temporary.unlink(missing_ok=True)
     except OSError as error:
         raise ResidualQuantError(f"{paths.show(target)} could not be written ({error.strerror or error})") from error
-    finally:
-        temporary.unlink(missing_ok=True)
     return target
 
 
@@ -125,8 +127,8 @@ def _execute(source: Path, target: Path, parameters: dict[str, Any]) -> None:
     logging.getLogger("papermill").setLevel(logging.ERROR)  # its guesses at parameters; they are checked above
     try:
         papermill.execute_notebook(
-            str(source), str(target), parameters=parameters, kernel_name=KERNEL, cwd=str(paths.workspace()),
-            progress_bar={"desc": source.stem}, extra_arguments=["--IPKernelApp.log_level=40"],
+            str(source), str(target), parameters=parameters, kernel_name=KERNEL, language="python",
+            cwd=str(paths.workspace()), progress_bar={"desc": source.stem}, extra_arguments=[QUIET],
         )  # fmt: skip
     except PapermillExecutionError as error:
         print(describe_failure(error), file=sys.stderr)

@@ -224,7 +224,7 @@ def write_report(profile: str | Profile = "mini") -> Path:
 
     Raises:
         ValueError: an unknown profile.
-        ResidualQuantError: no section could be made, or the page could not be written.
+        ResidualQuantError: the page could not be written; the one before is kept.
     """
     import jinja2
 
