@@ -13,7 +13,7 @@ from residualquant.repro import cells, notebooks, paths, profiles
 NAMES = notebooks.notebook_names()
 ALLOWED = (
     ast.Module, ast.Import, ast.ImportFrom, ast.alias, ast.Expr, ast.Assign, ast.Call, ast.Name, ast.Constant,
-    ast.Attribute, ast.keyword, ast.Load, ast.Store,
+    ast.Attribute, ast.keyword, ast.List, ast.Load, ast.Store,
 )  # fmt: skip
 
 

@@ -16,8 +16,9 @@ TABLE_CSS = """
 .rq th{position:sticky;top:0;background:#f3f5f8;color:#3a414b;font-weight:600;text-align:left;
  border-bottom:1.5px solid #9aa5b1;white-space:nowrap}
 .rq th,.rq td{padding:4px 10px;vertical-align:top}
-.rq td{border-bottom:1px solid #e6e9ee;color:#23272e;background:transparent;text-align:left}
-.rq .num{text-align:right;white-space:nowrap}.rq .short{white-space:nowrap}.rq .long{min-width:15em}
+.rq td{border-bottom:1px solid #e6e9ee;color:#23272e;background:transparent}
+.rq th,.rq td{text-align:left!important}
+.rq .num{text-align:right!important;white-space:nowrap}.rq .short{white-space:nowrap}.rq .long{min-width:15em}
 .rq tr.first td{border-top:1.5px solid #c3cad3}
 .rq .yes,.rq .no,.rq .open{padding:1px 7px;border-radius:9px;font-size:12px;white-space:nowrap}
 .rq .yes{background:#dff1e4;color:#14632f}.rq .no{background:#fbe0dc;color:#96230f}
@@ -39,9 +40,9 @@ class Shown:
         return f"<style>{TABLE_CSS}</style>{self.markup}"
 
 
-def show(table: pd.DataFrame) -> Shown:
-    """``table`` for a notebook: every row, numbers rounded for reading, verdicts coloured."""
-    return Shown(table_html(table))
+def show(table: pd.DataFrame, columns: list[str] | None = None) -> Shown:
+    """``table`` for a notebook: every row, the named columns (all when None), numbers rounded, verdicts coloured."""
+    return Shown(table_html(table if columns is None else table[columns]))
 
 
 def cell_text(value: Any, column: str) -> str:
