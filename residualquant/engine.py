@@ -12,7 +12,7 @@ the next prompts. Memory figures of the method come from the packed cache, not f
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -56,6 +56,7 @@ def iter_decode(
     rotations: Mapping[int, RotationMap] | None = None,
     progress: bool = True,
     memory_bytes: int | None = None,
+    skip: Collection[tuple[int, int]] = (),
 ) -> Iterator[Completion]:
     """Greedy completions of every prompt under every configuration, yielded as they finish.
 
@@ -72,6 +73,7 @@ def iter_decode(
             ``{(group, layer, "k" or "v"): Rotation}``.
         progress: show a progress bar.
         memory_bytes: most memory for the caches; 4 GiB on a CPU and 70 % of what is free on a GPU when None.
+        skip: (config_index, prompt_index) pairs that are not wanted, such as those an earlier run has decoded.
 
     Raises:
         ValueError: no prompt or an empty or too long one, no configuration or one whose loops do not fit the model,
@@ -80,7 +82,7 @@ def iter_decode(
     prompts = [list(prompt) for prompt in prompts]
     _check_request(model, prompts, configs, max_new_tokens, max_rows, memory_bytes)
     decoder = _Decoder(model, prompts, list(configs), max_new_tokens, set(eos_ids), rotations or {})
-    return decoder.run(*decoder.plan(max_rows, memory_bytes), progress)
+    return decoder.run(*decoder.plan(max_rows, memory_bytes), progress, set(skip))
 
 
 def generate(
@@ -220,7 +222,9 @@ class _Decoder:
         lanes = max(1, min(rows // (per_lane * width), memory_bytes // (per_lane * prompt_bytes)))
         return min(lanes, -(-len(self.prompts) // per_lane)), per_lane
 
-    def run(self, lane_count: int, per_lane: int, progress: bool) -> Iterator[Completion]:
+    def run(
+        self, lane_count: int, per_lane: int, progress: bool, skip: set[tuple[int, int]]
+    ) -> Iterator[Completion]:
         """Admit, step and collect until every sequence has been yielded."""
         from tqdm.auto import tqdm
 
@@ -229,11 +233,12 @@ class _Decoder:
         lanes: list[_Lane] = []
         free: list[Tensor | None] = [None] * lane_count
         layout = None
-        total = len(self.prompts) * len(self.configs)
+        total = len(self.prompts) * len(self.configs) - len(skip)
         with tqdm(total=total, unit="seq", desc="decode", disable=not progress) as bar:
             while waiting or lanes:
                 while waiting and free:
                     lane = self._admit(waiting.pop(), free.pop())
+                    lane.alive = [sequence not in skip for sequence in lane.sequences]
                     lanes.append(lane)
                     layout = None
                     for done in lane.collect(lane.tokens.tolist(), self.eos_ids, self.limit):

@@ -40,10 +40,12 @@ def decoder_for(task, n, log=None, delay=0.0):
     gold = {p.prompt: p for p in problems(task, n)}
     tokenizer = TextTokenizer()
 
-    def iter_decode(model, prompts, configs, **options):
+    def iter_decode(model, prompts, configs, skip=(), **options):
         for prompt_index, ids in enumerate(prompts):
             problem = gold[tokenizer.decode(ids)]
             for config_index, config in enumerate(configs):
+                if (config_index, prompt_index) in skip:
+                    continue
                 time.sleep(delay)
                 if log:
                     with open(log, "a") as file:

@@ -176,6 +176,15 @@ def test_the_same_call_gives_the_same_completions_in_the_same_order(model, promp
     assert isinstance(runs[0][0], Completion)
 
 
+def test_unwanted_pairs_are_left_out_and_change_nothing_else(model, prompts):
+    few = CONFIGS[:3]
+    whole = {(c.config_index, c.prompt_index): c for c in iter_decode(model, prompts, few, NEW, EOS, progress=False)}
+    skip = {(0, 0), (1, 0), (2, 0), (1, 3), (2, 5)}
+    rest = list(iter_decode(model, prompts, few, NEW, EOS, progress=False, skip=skip))
+    assert {(c.config_index, c.prompt_index): c for c in rest} == {k: c for k, c in whole.items() if k not in skip}
+    assert len(rest) == len(whole) - len(skip)
+
+
 def test_completions_arrive_while_others_are_still_decoded(model, prompts):
     stream = iter_decode(model, prompts, CONFIGS[:2], NEW, set(), max_rows=2, progress=False)
     first = next(stream)

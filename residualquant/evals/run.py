@@ -92,51 +92,45 @@ def evaluate(
             print(f"warning: {sentence}; it is computed again", file=sys.stderr)
         identities = [identity_of(model, task, chosen, c, max_new_tokens=limit, seed=seed) for c in configs]
         cells = [writer.start(identity, made) for identity in identities]
+        if progress:
+            done, total = sum(len(cell.answers) for cell in cells), n * len(configs)
+            print(f"{task}: {done} of {total} answers are in {show(writer.path)}", file=sys.stderr)
         options = {"max_new_tokens": limit, "eos_ids": {EOS_ID}, "max_rows": max_rows, "progress": progress}
-        groups = _missing(chosen, cells)
-        if progress and groups:
-            total, left = n * len(configs), sum(len(wanted) * len(group) for wanted, group in groups)
-            print(f"{task}: {total - left} of {total} answers are in {show(writer.path)}", file=sys.stderr)
-        for wanted, group in groups:
-            _decode(model, group, [(configs[i], cells[i]) for i in wanted], writer, options, chosen)
+        _decode_missing(model, chosen, configs, cells, writer, options)
         _score(task, chosen, cells, writer)
         writer.finish(_superseded(writer, cells))
     return cells
 
 
-def _missing(chosen: Sequence[Problem], cells: Sequence[Cell]) -> list[tuple[tuple[int, ...], list[Problem]]]:
-    """Problems grouped by the configurations that have not answered them."""
-    groups: dict[tuple[int, ...], list[Problem]] = {}
-    for problem in chosen:
-        wanted = tuple(i for i, cell in enumerate(cells) if problem.problem_id not in cell.answers)
-        if wanted:
-            groups.setdefault(wanted, []).append(problem)
-    return list(groups.items())
-
-
-def _decode(
+def _decode_missing(
     model: Ouro,
-    group: list[Problem],
-    wanted: list[tuple[KVQuantConfig, Cell]],
+    chosen: Sequence[Problem],
+    configs: Sequence[KVQuantConfig],
+    cells: Sequence[Cell],
     writer: Writer,
     options: dict,
-    chosen: Sequence[Problem],
 ) -> None:
-    """Decode every problem of ``group`` under every configuration of ``wanted``; append each answer as it ends."""
+    """Decode the (configuration, problem) pairs that have no answer; append each answer as it ends."""
     from residualquant.engine import iter_decode
 
-    place = {p.problem_id: i for i, p in enumerate(chosen)}
-    prompts = [model.tokenizer.encode(p.prompt).ids for p in group]
-    cells = [cell for _, cell in wanted]
-    waiting = 0
-    for done in iter_decode(model, prompts, [config for config, _ in wanted], **options):
-        problem, cell = group[done.prompt_index], cells[done.config_index]
-        text, index = model.tokenizer.decode(done.tokens), place[problem.problem_id]
+    open_cells = [i for i, cell in enumerate(cells) if len(cell.answers) < len(chosen)]
+    group = [(i, p) for i, p in enumerate(chosen) if any(p.problem_id not in cells[c].answers for c in open_cells)]
+    if not group:
+        return
+    skip = {
+        (column, row)
+        for column, c in enumerate(open_cells)
+        for row, (_, problem) in enumerate(group)
+        if problem.problem_id in cells[c].answers
+    }
+    prompts = [model.tokenizer.encode(p.prompt).ids for _, p in group]
+    decoded = iter_decode(model, prompts, [configs[c] for c in open_cells], skip=skip, **options)
+    for count, done in enumerate(decoded, 1):
+        (index, problem), cell = group[done.prompt_index], cells[open_cells[done.config_index]]
+        text = model.tokenizer.decode(done.tokens)
         writer.add(cell, Answer(problem.problem_id, index, text, len(done.tokens), done.finished))
-        waiting += 1
-        if waiting >= SCORE_EVERY:
+        if count % SCORE_EVERY == 0:
             _score(problem.task, chosen, cells, writer)
-            waiting = 0
 
 
 def _score(task: str, chosen: Sequence[Problem], cells: Sequence[Cell], writer: Writer) -> None:
