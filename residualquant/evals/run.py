@@ -92,8 +92,8 @@ def evaluate(
             print(f"warning: {sentence}; it is computed again", file=sys.stderr)
         identities = [identity_of(model, task, chosen, c, max_new_tokens=limit, seed=seed) for c in configs]
         cells = [writer.start(identity, made) for identity in identities]
-        if progress:
-            done, total = sum(len(cell.answers) for cell in cells), n * len(configs)
+        done, total = sum(len(cell.answers) for cell in cells), n * len(configs)
+        if progress and done < total:
             print(f"{task}: {done} of {total} answers are in {show(writer.path)}", file=sys.stderr)
         options = {"max_new_tokens": limit, "eos_ids": {EOS_ID}, "max_rows": max_rows, "progress": progress}
         _decode_missing(model, chosen, configs, cells, writer, options)

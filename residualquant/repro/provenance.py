@@ -45,7 +45,12 @@ def _git(*arguments: str) -> str | None:
 
 
 def _commit() -> str:
-    """Commit of the checkout, with "+" when a tracked source differs from it; "none" outside a checkout."""
+    """Commit of the checkout, with "+" when a tracked source differs from it; "none" outside a checkout.
+
+    RESIDUALQUANT_COMMIT names it where the sources were copied to a machine without their history.
+    """
+    if named := os.environ.get("RESIDUALQUANT_COMMIT"):
+        return named
     top = _git("rev-parse", "--show-toplevel")
     if top is None or Path(top) != paths.PACKAGE.parent or not (head := _git("rev-parse", "HEAD")):
         return "none"
