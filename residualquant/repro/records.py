@@ -210,6 +210,7 @@ class Lock:
         return self
 
     def __exit__(self, *exc) -> None:
+        os.ftruncate(self._file, 0)
         os.close(self._file)
 
 
