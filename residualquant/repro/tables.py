@@ -85,6 +85,8 @@ def write_table(label: str, rows: Sequence[dict], profile: Profile) -> pd.DataFr
     import pandas as pd
 
     table = pd.DataFrame(rows)
+    if "group_size" in table:
+        table["group_size"] = table["group_size"].astype("Int64")  # whole numbers, although BF16 has none
     paths.write_atomic(paths.data_dir(profile.name) / f"{label}.csv", table.to_csv(index=False, lineterminator="\n"))
     return table
 
