@@ -20,11 +20,10 @@ from torch import Tensor, nn
 
 from residualquant.errors import ResidualQuantError
 from residualquant.evals.tasks import EOS_ID, PAD_ID, is_test_prompt, make_problem
-from residualquant.models import Ouro, OuroConfig, save_model
+from residualquant.models import Ouro, OuroConfig, load_model, save_model
 
 PROMPT_WEIGHT = 0.02
 WORD = r" ?\d| ?[A-Za-z]+| ?[^\sA-Za-z\d]+|\s+(?!\S)|\s+"
-LEVEL_WEIGHTS = {1: 1, 2: 1, 3: 2, 4: 4, 5: 2}
 
 
 @dataclass(frozen=True)
@@ -35,6 +34,10 @@ class TrainConfig:
     """Name of the model, also of its folder under --out."""
     tasks: tuple[str, ...] = ("words", "algebra")
     """Procedural tasks to learn, in equal parts."""
+    level_weights: tuple[int, ...] = (1, 1, 2, 4, 2)
+    """Share of each level, from level 1 up."""
+    init: Path | None = None
+    """Folder of a checkpoint to go on from, with its tokenizer; the shape settings below are then the checkpoint's."""
     out: Path = Path("data/models")
     """Folder that will hold the model's folder."""
     hidden_size: int = 256
@@ -47,7 +50,7 @@ class TrainConfig:
     vocab_size: int = 512
     steps: int = 6500
     """Optimiser steps at most."""
-    max_seconds: float = 420.0
+    max_seconds: float = 400.0
     """Wall-clock limit; the learning-rate schedule ends at whichever limit comes first."""
     batch: int = 256
     tokens: int = 352
@@ -63,7 +66,7 @@ class TrainConfig:
     compile: bool = True
 
 
-def build_tokenizer(tasks: tuple[str, ...], vocab_size: int):
+def build_tokenizer(config: TrainConfig):
     """A byte-level BPE trained on the tasks' own training text (deterministic).
 
     A digit is always a token of its own; the space before a number belongs to its first digit.
@@ -78,10 +81,11 @@ def build_tokenizer(tasks: tuple[str, ...], vocab_size: int):
         ]
     )
     tokenizer.decoder = decoders.ByteLevel()
-    made = (make_problem(task, level, f"bpe{s}") for task in tasks for level in LEVEL_WEIGHTS for s in range(400))
+    levels = range(1, len(config.level_weights) + 1)
+    made = (make_problem(task, level, f"bpe{s}") for task in config.tasks for level in levels for s in range(400))
     text = (p.prompt + p.solution for p in made if not is_test_prompt(p.prompt))
     trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
+        vocab_size=config.vocab_size,
         special_tokens=["<pad>", "<eos>"],
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
@@ -111,10 +115,10 @@ class ProblemStream(torch.utils.data.IterableDataset):
         c = self.config
         ids = torch.full((c.batch, c.tokens + 1), PAD_ID)
         weights = torch.zeros(c.batch, c.tokens + 1)
-        levels, level_weights = list(LEVEL_WEIGHTS), list(LEVEL_WEIGHTS.values())
+        levels = range(1, len(c.level_weights) + 1)
         row = 0
         while row < c.batch:
-            level = rng.choices(levels, level_weights)[0]
+            level = rng.choices(levels, c.level_weights)[0]
             problem = make_problem(rng.choice(c.tasks), level, rng.getrandbits(60))
             if is_test_prompt(problem.prompt):
                 continue
@@ -150,14 +154,43 @@ def _learning_rate(config: TrainConfig, step: int, seconds: float) -> float:
     return config.learning_rate * min(1.0, (step + 1) / config.warmup) * decay
 
 
+_BEFORE = (
+    " It went on from a first run, of easier problems, whose settings and log are `train_config_before.json` and "
+    "`train_log_before.jsonl`; the table below is of the second run."
+)
+
+
 def _model_card(config: TrainConfig, summary: dict) -> str:
     rows = "\n".join(f"| {k} | {v} |" for k, v in summary.items())
     return (
         f"# {config.model}\n\nA small Ouro-shaped looped language model that this project trained on its own "
         f"procedural tasks ({', '.join(config.tasks)}). It knows nothing else. Licence: Apache-2.0, as the project.\n\n"
-        f"Made by `residualquant train` with the settings of `train_config.json`; `train_log.jsonl` is its log.\n\n"
+        f"Made by `residualquant train` with the settings of `train_config.json`; `train_log.jsonl` is its log."
+        f"{_BEFORE if config.init else ''}\n\n"
         f"| | |\n|---|---|\n{rows}\n"
     )
+
+
+def _start(config: TrainConfig) -> Ouro:
+    """The model to train: new, or the checkpoint of ``config.init`` in FP32; its tokenizer set."""
+    if config.init is not None:
+        return load_model(str(config.init), device="cpu", dtype=torch.float32)
+    tokenizer = build_tokenizer(config)
+    shape = OuroConfig(
+        hidden_size=config.hidden_size,
+        intermediate_size=config.intermediate_size,
+        num_hidden_layers=config.layers,
+        num_attention_heads=config.heads,
+        num_key_value_heads=config.heads,
+        head_dim=config.head_dim,
+        vocab_size=tokenizer.get_vocab_size(),
+        rope_theta=config.rope_theta,
+        total_ut_steps=config.loops,
+        max_position_embeddings=4 * config.tokens,
+    )
+    model = Ouro(shape)
+    model.tokenizer = tokenizer
+    return model
 
 
 def train(config: TrainConfig) -> Path:
@@ -171,28 +204,19 @@ def train(config: TrainConfig) -> Path:
     torch.manual_seed(config.seed)
     torch.set_float32_matmul_precision("high")
     device = torch.device(config.device)
-    tokenizer = build_tokenizer(config.tasks, config.vocab_size)
-    shape = OuroConfig(
-        hidden_size=config.hidden_size,
-        intermediate_size=config.intermediate_size,
-        num_hidden_layers=config.layers,
-        num_attention_heads=config.heads,
-        num_key_value_heads=config.heads,
-        head_dim=config.head_dim,
-        vocab_size=tokenizer.get_vocab_size(),
-        rope_theta=config.rope_theta,
-        total_ut_steps=config.loops,
-    )
-    model = Ouro(shape).to(device)
+    model = _start(config).to(device).requires_grad_(True).train()
+    tokenizer = model.tokenizer
     folder = config.out / config.model
     folder.mkdir(parents=True, exist_ok=True)
+    if config.init is not None:
+        for stem, suffix in (("train_log", ".jsonl"), ("train_config", ".json")):
+            (folder / f"{stem}_before{suffix}").write_bytes((config.init / f"{stem}{suffix}").read_bytes())
     started = time.time()
     with (folder / "train_log.jsonl").open("w") as log:
         final = _optimise(model, config, tokenizer.to_str(), log)
     save_model(model, folder, tokenizer)
-    (folder / "train_config.json").write_text(
-        json.dumps(asdict(config) | {"out": str(config.out)}, indent=2, default=str) + "\n"
-    )
+    settings = {k: v for k, v in asdict(config).items() if k != "out"} | {"init": config.init and config.init.name}
+    (folder / "train_config.json").write_text(json.dumps(settings, indent=2) + "\n")
     summary = {
         "parameters": sum(p.numel() for p in model.parameters()),
         **final,

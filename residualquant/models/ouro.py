@@ -44,6 +44,7 @@ class OuroConfig:
     rms_norm_eps: float = 1e-6
     total_ut_steps: int = 4
     early_exit_threshold: float = 1.0
+    max_position_embeddings: int = 65536
     model_type: str = "ouro"
 
     def __post_init__(self) -> None:

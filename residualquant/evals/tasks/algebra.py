@@ -11,9 +11,19 @@ import random
 from residualquant.evals.tasks.problem import Problem, rng_for
 
 LETTERS = "abcdefghkmnpqrstuvwxyzABCDEFGHKMNPQRSTUVWXYZ"
-LIMIT = 400
-# level: (letters defined, steps from the first known number to the answer), both inclusive ranges
-LEVELS = {1: ((3, 6), (1, 3)), 2: ((6, 10), (2, 5)), 3: ((8, 12), (3, 6)), 4: ((10, 16), (4, 8)), 5: ((14, 18), (6, 9))}
+# level: (letters defined, steps from the first known number to the answer, largest constant); the first two are
+# inclusive ranges. No value exceeds 8 times the largest constant.
+LEVELS = {
+    1: ((3, 6), (1, 3), 50),
+    2: ((6, 10), (2, 5), 50),
+    3: ((8, 12), (3, 6), 50),
+    4: ((10, 16), (4, 8), 50),
+    5: ((14, 18), (6, 9), 50),
+    6: ((10, 16), (4, 8), 99),
+    7: ((10, 16), (4, 8), 200),
+    8: ((10, 16), (4, 8), 500),
+    9: ((12, 18), (7, 9), 500),
+}
 
 
 def _term(factor: int, letter: str) -> str:
@@ -24,13 +34,13 @@ def _signed(c: int) -> str:
     return f"- {-c}" if c < 0 else f"+ {c}"
 
 
-def _define(r: random.Random, name: str, other: str, value: int) -> tuple[int, str, str]:
+def _define(r: random.Random, name: str, other: str, value: int, largest: int) -> tuple[int, str, str]:
     """Value, definition and worked step of ``name`` as a linear function of ``other``."""
-    factors = [1, 1, -1] + [2, 3, -2] * (abs(value) <= 120)
+    factors = [1, 1, -1] + [2, 3, -2] * (abs(value) <= 2.4 * largest)
     factor = r.choice(factors)
     product = factor * value
-    c = r.choice([-1, 1]) * r.randint(1, 50)
-    if abs(product + c) > LIMIT:
+    c = r.choice([-1, 1]) * r.randint(1, largest)
+    if abs(product + c) > 8 * largest:
         c = -c
     result = product + c
     shown = f"({value})" if value < 0 else str(value)
@@ -42,7 +52,7 @@ def _define(r: random.Random, name: str, other: str, value: int) -> tuple[int, s
 def make(level: int, seed: int | str) -> Problem:
     """The problem of (level, seed); same arguments, same problem."""
     r = rng_for("algebra", level, seed)
-    (few, many), (short, long) = LEVELS[level]
+    (few, many), (short, long), largest = LEVELS[level]
     count = r.randint(few, many)
     depth = r.randint(short, min(count - 1, long))
     names = r.sample(LETTERS, count)
@@ -58,7 +68,7 @@ def make(level: int, seed: int | str) -> Problem:
         else:
             other = names[i - 1] if i <= depth else r.choice(names[:i])
             parent[name] = other
-            value[name], text, step[name] = _define(r, name, other, value[other])
+            value[name], text, step[name] = _define(r, name, other, value[other], largest)
         definitions.append(text)
     r.shuffle(definitions)
     asked = names[depth]

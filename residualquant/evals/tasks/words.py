@@ -16,26 +16,31 @@ NAMES = (
     "Abe Bea Cid Dot Eli Flo Gil Hana Ivo Jan Kay Lou Mia Noa"
 ).split()
 ITEMS = "apples books coins shells stamps marbles".split()
-MAX_VALUE = 999
-# level: (people, steps from the first known number to the answer), both inclusive ranges
+# level: (people, steps from the first known number to the answer, largest number in a fact); the first two are
+# inclusive ranges. No value exceeds 5 times the largest number (or 999).
 LEVELS = {
-    1: ((3, 6), (1, 3)),
-    2: ((6, 10), (2, 5)),
-    3: ((8, 12), (3, 7)),
-    4: ((10, 16), (4, 9)),
-    5: ((14, 18), (6, 10)),
+    1: ((3, 6), (1, 3), 60),
+    2: ((6, 10), (2, 5), 60),
+    3: ((8, 12), (3, 7), 60),
+    4: ((10, 16), (4, 9), 60),
+    5: ((14, 18), (6, 10), 60),
+    6: ((10, 16), (4, 9), 200),
+    7: ((10, 16), (4, 9), 500),
+    8: ((10, 16), (4, 9), 2000),
+    9: ((12, 18), (6, 10), 2000),
 }
 
 
-def _relate(r: random.Random, name: str, other: str, value: int, item: str) -> tuple[int, str, str]:
+def _relate(r: random.Random, name: str, other: str, value: int, item: str, largest: int) -> tuple[int, str, str]:
     """Value, sentence and worked step of ``name``, whose amount follows from ``other``'s ``value``."""
-    kinds = ["+"] * 2 * (value < 900) + ["-"] * 2 * (value > 6) + ["*"] * (value <= 300)
+    limit = max(999, 5 * largest)
+    kinds = ["+"] * 2 * (value < 0.9 * limit) + ["-"] * 2 * (value > 6) + ["*"] * (value <= limit // 3 - 33)
     kind = r.choice(kinds)
     if kind == "+":
-        c = r.randint(1, min(60, MAX_VALUE - value))
+        c = r.randint(1, min(largest, limit - value))
         result, text = value + c, f"{c} more {item} than {other}"
     elif kind == "-":
-        c = r.randint(1, min(60, value - 1))
+        c = r.randint(1, min(largest, value - 1))
         result, text = value - c, f"{c} fewer {item} than {other}"
     else:
         c = r.choice((2, 3))
@@ -46,7 +51,7 @@ def _relate(r: random.Random, name: str, other: str, value: int, item: str) -> t
 def make(level: int, seed: int | str) -> Problem:
     """The problem of (level, seed); same arguments, same problem."""
     r = rng_for("words", level, seed)
-    (few, many), (short, long) = LEVELS[level]
+    (few, many), (short, long), largest = LEVELS[level]
     people = r.randint(few, many)
     depth = r.randint(short, min(people - 1, long))
     names, item = r.sample(NAMES, people), r.choice(ITEMS)
@@ -56,12 +61,12 @@ def make(level: int, seed: int | str) -> Problem:
     facts = []
     for i, name in enumerate(names):
         if i == 0 or (i > depth and r.random() < 0.4):
-            value[name], parent[name] = r.randint(2, 60), None
+            value[name], parent[name] = r.randint(2, largest), None
             fact, step[name] = f"{name} has {value[name]} {item}.", f"{name} = {value[name]}."
         else:
             other = names[i - 1] if i <= depth else r.choice(names[:i])
             parent[name] = other
-            value[name], fact, step[name] = _relate(r, name, other, value[other], item)
+            value[name], fact, step[name] = _relate(r, name, other, value[other], item, largest)
         facts.append(fact)
     r.shuffle(facts)
     chain, name = [], names[depth]

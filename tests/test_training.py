@@ -1,0 +1,80 @@
+"""Training: deterministic data, test prompts kept out, and a run that saves a model which loads and goes on."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import pytest
+import torch
+
+from residualquant.errors import ResidualQuantError
+from residualquant.evals.tasks import EOS_ID, PAD_ID, is_test_prompt
+from residualquant.models import load_model
+from residualquant.models.loading import model_folder
+from residualquant.training import ProblemStream, TrainConfig, build_tokenizer, looped_loss, train
+
+TINY = TrainConfig(
+    model="tiny",
+    hidden_size=32,
+    intermediate_size=32,
+    layers=1,
+    heads=2,
+    head_dim=16,
+    loops=2,
+    steps=2,
+    batch=4,
+    tokens=192,
+    workers=0,
+    device="cpu",
+    compile=False,
+)
+
+
+def test_shipped_tokenizers_are_those_that_training_builds():
+    for name in ("maths", "code"):
+        folder = model_folder(f"mini-ouro-{name}")
+        settings = json.loads((folder / "train_config_before.json").read_text())
+        built = build_tokenizer(TrainConfig(tasks=tuple(settings["tasks"]), vocab_size=settings["vocab_size"]))
+        assert built.to_str(pretty=True) == (folder / "tokenizer.json").read_text()
+
+
+def test_training_stream_is_deterministic_and_free_of_test_prompts():
+    tokenizer = build_tokenizer(TINY)
+    batches = [next(iter(ProblemStream(TINY, tokenizer.to_str()))) for _ in range(2)]
+    assert torch.equal(batches[0][0], batches[1][0]) and torch.equal(batches[0][1], batches[1][1])
+    ids, weights = batches[0]
+    for row, weight in zip(ids, weights):
+        prompt = tokenizer.decode(row[(weight > 0) & (weight < 1)].tolist())
+        assert prompt.startswith(("Question:", "Problem:")) and not is_test_prompt(prompt)
+        solved = row[weight == 1].tolist()
+        assert solved[-1] == EOS_ID and PAD_ID not in solved
+
+
+def test_loss_supervises_every_loop():
+    torch.manual_seed(0)
+    tokenizer = build_tokenizer(TINY)
+    ids, weights = next(iter(ProblemStream(TINY, tokenizer.to_str())))
+    from residualquant.training import _start
+
+    model = _start(TINY)
+    loss, last = looped_loss(model, ids, weights, TINY)
+    assert loss.isfinite() and abs(last.item() - torch.log(torch.tensor(512.0)).item()) < 0.5
+    loss.backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+
+
+def test_trained_model_is_saved_described_and_can_go_on(tmp_path):
+    folder = train(dataclasses.replace(TINY, out=tmp_path / "first"))
+    assert load_model(str(folder)).config.total_ut_steps == 2
+    again = train(dataclasses.replace(TINY, init=folder, out=tmp_path / "second", level_weights=(0, 1)))
+    assert (again / "train_log_before.jsonl").read_bytes() == (folder / "train_log.jsonl").read_bytes()
+    assert "first run" in (again / "README.md").read_text()
+    assert str(tmp_path) not in (again / "train_config.json").read_text()
+
+
+def test_training_without_the_gpu_it_asks_for_is_refused():
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    with pytest.raises(ResidualQuantError, match="no CUDA GPU"):
+        train(dataclasses.replace(TINY, device="cuda"))
