@@ -5,9 +5,11 @@ from __future__ import annotations
 import ast
 import functools
 import hashlib
+import io
 import os
 import platform
 import subprocess
+import tokenize
 from collections.abc import Iterable
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
@@ -94,13 +96,21 @@ def provenance(device: str = "cpu") -> dict:
 
 
 def _meaning(source: str) -> str:
-    """The syntax tree of a module without its docstrings, so that comments and wording do not count."""
-    tree = ast.parse(source)
+    """A module's text without docstrings, comments and blank lines, so that wording does not count.
+
+    (Not its syntax tree: how that prints depends on the Python version.)
+    """
+    lines = source.splitlines()
     documented = ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef
-    for node in ast.walk(tree):
+    for node in ast.walk(ast.parse(source)):
         if isinstance(node, documented) and ast.get_docstring(node) is not None:
-            node.body = node.body[1:]
-    return ast.dump(tree)
+            text = node.body[0]
+            lines[text.lineno - 1 : text.end_lineno] = [""] * (text.end_lineno - text.lineno + 1)
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT:
+            row, column = token.start
+            lines[row - 1] = lines[row - 1][:column]
+    return "\n".join(kept for line in lines if (kept := line.rstrip()))
 
 
 def hash_sources(files: Iterable[Path]) -> str:
