@@ -52,7 +52,8 @@ def quantize(x: Tensor, bits: int, group_size: int, int2_clip: float = 0.9) -> t
     groups = x.unflatten(-1, (-1, group_size))
     lo, hi = groups.amin(-1), groups.amax(-1)
     width = (hi - lo) * (int2_clip if bits == 2 else CLIP[bits])
-    metadata = torch.stack((width / levels, (lo + hi - width) / 2), -1)
+    steps = width.new_full((1,), levels)  # a tensor: by a scalar, a GPU multiplies with the rounded reciprocal
+    metadata = torch.stack((width / steps, (lo + hi - width) / 2), -1)
     metadata += 0.0  # a zero has no sign in the bytes: the sign of min(-0, 0) depends on the order of the reduction
     metadata = metadata.clamp_(-FP8_MAX, FP8_MAX).to(FP8)
 
