@@ -28,7 +28,7 @@ WORD = r" ?\d| ?[A-Za-z]+| ?[^\sA-Za-z\d]+|\s+(?!\S)|\s+"
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """Everything that decides a training run. The defaults are those of the shipped minis."""
+    """Everything that decides a training run. The defaults are those of the first run of the shipped minis."""
 
     model: str = "mini-ouro-maths"
     """Name of the model, also of its folder under --out."""
@@ -38,7 +38,7 @@ class TrainConfig:
     """Share of each level, from level 1 up."""
     init: Path | None = None
     """Folder of a checkpoint to go on from, with its tokenizer; the shape settings below are then the checkpoint's."""
-    out: Path = Path("data/models")
+    out: Path = Path("data/runs/train")
     """Folder that will hold the model's folder."""
     hidden_size: int = 256
     intermediate_size: int = 704

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shlex
+import subprocess
+from pathlib import Path
 
 import pytest
 import torch
+import tyro
 
 from residualquant.errors import ResidualQuantError
 from residualquant.evals.tasks import EOS_ID, PAD_ID, is_test_prompt
@@ -37,6 +41,26 @@ def test_shipped_tokenizers_are_those_that_training_builds():
         settings = json.loads((folder / "train_config_before.json").read_text())
         built = build_tokenizer(TrainConfig(tasks=tuple(settings["tasks"]), vocab_size=settings["vocab_size"]))
         assert built.to_str(pretty=True) == (folder / "tokenizer.json").read_text()
+
+
+def test_make_train_runs_what_made_the_shipped_models():
+    root = Path(__file__).resolve().parents[1]
+    shown = subprocess.run(["make", "-n", "train"], cwd=root, capture_output=True, text=True, check=True).stdout
+    commands = [shlex.split(line.split(" train ", 1)[1]) for line in shown.splitlines() if ".cli train " in line]
+    assert len(commands) == 4
+    for number, command in enumerate(commands):
+        config = tyro.cli(TrainConfig, args=command, config=(tyro.conf.OmitArgPrefixes,))
+        folder = model_folder(config.model)
+        assert config.out.is_relative_to("data/runs/train")  # never over the shipped ones
+        settings = {"level_weights": list(TrainConfig.level_weights), "init": None}
+        file = "train_config.json" if number % 2 else "train_config_before.json"
+        settings |= json.loads((folder / file).read_text())
+        asked = json.loads(json.dumps(dataclasses.asdict(config), default=str))
+        if number % 2:
+            before = tyro.cli(TrainConfig, args=commands[number - 1], config=(tyro.conf.OmitArgPrefixes,))
+            assert config.init == before.out / before.model
+            asked["init"] = config.init.name
+        assert {k: v for k, v in asked.items() if k != "out"} == settings
 
 
 def test_training_stream_is_deterministic_and_free_of_test_prompts():
