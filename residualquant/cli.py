@@ -107,12 +107,14 @@ def evaluate(
         model: A shipped model's name, a folder or a hub id; the task's own mini model when left out.
         device: cpu or cuda; the GPU where there is one when left out.
         max_new_tokens: Longest answer; the task's own limit when left out.
-        records: JSONL file of the answers; data/runs/eval/<model>.<task>.jsonl when left out.
+        records: JSONL file of the answers; data/runs/eval/<model>.<task>.jsonl when left out. Finished, it is
+            compressed: .gz is added to its name.
     """
     from residualquant.evals.run import evaluate as run
     from residualquant.evals.tasks import MODEL_OF_TASK, TASKS
     from residualquant.models import load_model
     from residualquant.repro.paths import runs_dir, show
+    from residualquant.repro.records import finished_name
     from residualquant.repro.stats import Pair, mcnemar_exact, wilson
 
     if task not in TASKS:
@@ -139,7 +141,7 @@ def evaluate(
             }
         )
     _print_table(rows)
-    print(f"{loaded.name}, {task}, greedy; answers in {show(records)}")
+    print(f"{loaded.name}, {task}, greedy; answers in {show(finished_name(records))}")
 
 
 def reproduce(profile: Profile = "mini", fresh: bool = False) -> None:
@@ -200,7 +202,10 @@ def info() -> None:
 
 
 def train() -> None:
-    """Train a mini model on the procedural tasks (one GPU, minutes)."""
+    """Train one small model on the procedural tasks (one GPU, minutes).
+
+    The defaults are the first of the two runs behind mini-ouro-maths; `make train` does all four of both minis.
+    """
 
 
 def _train_command() -> Callable[..., None]:

@@ -1,7 +1,9 @@
 """Records: resumed after a kill, damage found and redone, one writer, a full disk, the same bytes every time."""
 
+import gzip
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,7 +17,15 @@ from residualquant.config import preset
 from residualquant.errors import ResidualQuantError
 from residualquant.evals import run as evals_run
 from residualquant.repro import paths
-from residualquant.repro.records import Answer, Records, Writer, key_of, read_records
+from residualquant.repro.records import (
+    Answer,
+    Records,
+    Writer,
+    finished_name,
+    key_of,
+    list_records,
+    read_records,
+)
 
 PLACE = {"date": "today"}
 HERE = Path(__file__).parent
@@ -40,6 +50,18 @@ def finish(path):
         return writer.finish()
 
 
+def text_of(path):
+    """What is in a finished file, expanded by the standard library and not by the code under test."""
+    assert not path.exists()
+    return gzip.decompress(finished_name(path).read_bytes())
+
+
+def unfinish(path):
+    """Lay the text of a finished file open, as while a run goes on."""
+    path.write_bytes(text_of(path))
+    finished_name(path).unlink()
+
+
 def test_answers_and_scores_come_back(tmp_path):
     records = read_records(fill(tmp_path / "r.jsonl"))
     cell = records.find(n=3)
@@ -51,16 +73,85 @@ def test_answers_and_scores_come_back(tmp_path):
 def test_a_finished_file_is_sorted_and_finishing_again_changes_no_byte(tmp_path):
     path = fill(tmp_path / "r.jsonl")
     assert finish(path)
-    first = path.read_bytes()
+    first = text_of(path)
     assert [json.loads(line).get("index") for line in first.splitlines()] == [None, 0, 1, 2]
     assert b'"kind":"score"' not in first
-    assert not finish(path) and path.read_bytes() == first
+    assert not finish(path) and text_of(path) == first
     other = tmp_path / "other.jsonl"
     fill(other, "b"), fill(other, "a")
     both = tmp_path / "both.jsonl"
     fill(both, "a"), fill(both, "b")
     finish(other), finish(both)
-    assert other.read_bytes() == both.read_bytes()
+    assert finished_name(other).read_bytes() == finished_name(both).read_bytes()
+
+
+def test_a_finished_file_is_compressed_without_its_time_or_name_and_any_gzip_reads_it(tmp_path):
+    path = fill(tmp_path / "r.jsonl")
+    expected = len(path.read_bytes().splitlines()) - 3  # the scores are merged into the answers
+    finish(path)
+    assert list_records(tmp_path) == [path] and not path.exists()
+    header = finished_name(path).read_bytes()[:10]
+    assert header[:8] == b"\x1f\x8b\x08\0\0\0\0\0"  # deflate; no name, no time
+    if zcat := shutil.which("zcat"):
+        shown = subprocess.run([zcat, finished_name(path)], capture_output=True, check=True).stdout
+        assert len(shown.splitlines()) == expected and shown == text_of(path)
+
+
+def test_the_same_content_compressed_otherwise_is_left_alone(tmp_path):
+    path = fill(tmp_path / "r.jsonl")
+    finish(path)
+    other = gzip.compress(text_of(path), compresslevel=1, mtime=7)
+    finished_name(path).write_bytes(other)
+    assert not finish(path) and finished_name(path).read_bytes() == other and not path.exists()
+
+
+def test_killed_before_the_plain_file_is_removed(tmp_path, monkeypatch):
+    path = fill(tmp_path / "r.jsonl")
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "unlink", lambda *a, **k: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            finish(path)
+    packed = finished_name(path).read_bytes()
+    assert path.exists() and list_records(tmp_path) == [path]
+    assert read_records(path).find(n=3).correct == {"p0": True, "p1": False, "p2": True}
+    assert not finish(path) and finished_name(path).read_bytes() == packed and not path.exists()
+
+
+def test_a_finished_file_is_expanded_and_gone_on_with(tmp_path):
+    path = fill(tmp_path / "r.jsonl")
+    finish(path)
+    packed = finished_name(path).read_bytes()
+    fill(finished_name(path), "b", 2)  # either name means the same records
+    assert finished_name(path).read_bytes() == packed and len(Records(path).cells) == 2  # the plain file counts
+    assert len(read_records(finished_name(path)).cells) == 2
+    assert finish(path) and len(text_of(path).splitlines()) == 7
+    assert len(read_records(path).cells) == 2
+    assert sorted(f.name for f in tmp_path.iterdir()) == [".r.jsonl.lock", "r.jsonl.gz"]
+
+
+@pytest.mark.parametrize("harm", ["cut", "flip", "text", "empty", "tail"])
+def test_a_damaged_finished_file_is_one_sentence_and_is_mended(tmp_path, harm):
+    path = fill(tmp_path / "r.jsonl", n=1000)
+    finish(path)
+    whole, packed = read_records(path).find(n=1000), finished_name(path).read_bytes()
+    half = len(packed) // 2
+    flipped = packed[:half] + bytes([packed[half] ^ 255]) + packed[half + 1 :]
+    harmed = {"cut": packed[:half], "flip": flipped, "text": b"text\n", "empty": b"", "tail": packed + b"more"}
+    finished_name(path).write_bytes(harmed[harm])
+    with pytest.raises(ResidualQuantError, match=r"r.jsonl.gz is damaged \(its compressed data.*make reproduce"):
+        read_records(path)
+    with Writer(path) as writer:
+        assert len(writer.records.damage) == 1
+        cell = writer.start(identity(n=1000), PLACE)
+        kept = dict(cell.answers)
+        assert all(whole.answers[p] == a for p, a in kept.items())
+        assert len(kept) == {"text": 0, "empty": 0, "tail": 1000}.get(harm, len(kept))
+        assert harm not in ("cut", "flip") or 0 < len(kept) < 1000
+        for answer in whole.answers.values():
+            if answer.problem not in kept:
+                writer.add(cell, answer)
+        assert writer.finish()
+    assert finished_name(path).read_bytes() == packed and not path.exists()
 
 
 def test_unscored_answers_are_kept(tmp_path):
@@ -72,14 +163,18 @@ def test_writing_goes_on_after_a_file_was_finished(tmp_path):
     path = fill(tmp_path / "r.jsonl")
     with Writer(path) as writer:
         writer.finish()
+        assert not path.exists()
         writer.add(writer.start(identity("b", 1), PLACE), Answer("p0", 0, "x", 1, True, True))
-    assert len(read_records(path).cells) == 2
+        assert len(read_records(path).cells) == 2
+        writer.finish()
+    assert len(read_records(path).cells) == 2 and len(text_of(path).splitlines()) == 6
 
 
 @pytest.mark.parametrize("cut", [1, 7, 40])
 def test_a_truncated_line_is_found_reported_and_only_it_is_lost(tmp_path, cut):
     path = fill(tmp_path / "r.jsonl")
     finish(path)
+    unfinish(path)
     path.write_bytes(path.read_bytes()[:-cut])
     with pytest.raises(ResidualQuantError, match=r"line 4 of .*r.jsonl is damaged .*make reproduce"):
         read_records(path)
@@ -95,6 +190,7 @@ def test_a_truncated_line_is_found_reported_and_only_it_is_lost(tmp_path, cut):
 def test_an_edited_line_is_found(tmp_path, line):
     path = fill(tmp_path / "r.jsonl")
     finish(path)
+    unfinish(path)
     lines = path.read_bytes().splitlines(keepends=True)
     lines[line] = lines[line].replace(b'"words"' if line == 0 else b"text", b'"wards"' if line == 0 else b"test")
     path.write_bytes(b"".join(lines))
@@ -197,10 +293,10 @@ def test_evaluate_answers_and_scores_everything_once(engine, tmp_path, monkeypat
     cells = evaluate(tmp_path / "r.jsonl")
     assert all(cell.is_complete for cell in cells)
     assert sum(cells[0].correct.values()) >= sum(cells[1].correct.values())
-    first = (tmp_path / "r.jsonl").read_bytes()
+    first = (tmp_path / "r.jsonl.gz").read_bytes()
     monkeypatch.setattr("residualquant.engine.iter_decode", None)  # nothing is left to decode
     assert [c.correct for c in evaluate(tmp_path / "r.jsonl")] == [c.correct for c in cells]
-    assert (tmp_path / "r.jsonl").read_bytes() == first
+    assert (tmp_path / "r.jsonl.gz").read_bytes() == first and not (tmp_path / "r.jsonl").exists()
 
 
 def test_evaluate_adds_only_what_is_missing(engine, tmp_path):
@@ -225,6 +321,7 @@ def test_evaluate_reports_damage_and_computes_it_again(engine, tmp_path, capsys)
     path = tmp_path / "r.jsonl"
     evaluate(path)
     whole = read_records(path)
+    unfinish(path)
     path.write_bytes(path.read_bytes()[:-9])
     evaluate(path)
     assert capsys.readouterr().err.count("is damaged") == 1
@@ -266,6 +363,6 @@ def test_killed_half_way_and_run_again_nothing_is_lost_or_computed_twice(tmp_pat
     assert len(again) == 60 - len(kept)
     assert len(set(again) & set(decoded)) <= 1
 
-    finished = path.read_bytes()
+    finished = finished_name(path).read_bytes()
     assert "done" in start(0).communicate(timeout=120)[0]
-    assert path.read_bytes() == finished
+    assert finished_name(path).read_bytes() == finished and not path.exists()

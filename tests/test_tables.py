@@ -1,6 +1,7 @@
 """Tables and claims from stand-in answers: columns, tests against the right rows, the paper's numbers, same bytes."""
 
 import dataclasses
+import gzip
 import re
 
 import numpy as np
@@ -146,9 +147,10 @@ def test_missing_answers_are_one_sentence(home):
 
 def test_a_damaged_record_line_stops_a_table(home, tmp_path, monkeypatch):
     source = paths.records_dir("tiny") / cells.records_name(TINY, "words")
+    text = gzip.decompress(records.finished_name(source).read_bytes())
     monkeypatch.setenv("RESIDUALQUANT_HOME", str(tmp_path))
     copy = paths.records_dir("tiny") / source.name
-    paths.write_atomic(copy, source.read_bytes().replace(b'"tokens":', b'"tokens" :', 1))
+    paths.write_atomic(copy, text.replace(b'"tokens":', b'"tokens" :', 1))
     with pytest.raises(ResidualQuantError, match=r"line 2 of data.tiny.records.*is damaged"):
         tables.table2(dataclasses.replace(TINY, problems={"words": N}))
 

@@ -72,7 +72,7 @@ def evaluate(
     """The cells of ``configs`` on the first ``n`` test problems of ``task``, complete and scored.
 
     Answers that ``records`` (a JSONL file) holds already are kept; only missing (configuration, problem) pairs are
-    decoded. When all are there the file is rewritten sorted.
+    decoded. When all are there the file is sorted and compressed (``.gz`` is added to its name).
 
     Args:
         max_new_tokens: the task's own limit when None.

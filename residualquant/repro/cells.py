@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 
 from residualquant.errors import ResidualQuantError
 from residualquant.repro import paths
@@ -14,7 +13,7 @@ Cells = dict[tuple[str, Method], Cell]
 
 
 def records_name(profile: Profile, task: str) -> str:
-    """File name of the records of one task: ``<model>.<task>.jsonl``."""
+    """Plain name of the records of one task: ``<model>.<task>.jsonl``."""
     return f"{profile.models[task].split('/')[-1]}.{task}.jsonl"
 
 
@@ -33,20 +32,19 @@ def read_cells(
     profile = profile_of(profile)
     found: Cells = {}
     for task in profile.tasks if tasks is None else tasks:
-        file = paths.shipped_data_dir(profile.name) / "records" / records_name(profile, task)
-        records = read_records(file)
+        records = read_records(paths.shipped_data_dir(profile.name) / "records" / records_name(profile, task))
         for method in profile.methods_of(task) if methods is None else methods:
-            found[task, method] = _complete(records, profile, task, method, file)
+            found[task, method] = _complete(records, profile, task, method)
     return found
 
 
-def _complete(records: Records, profile: Profile, task: str, method: Method, file: Path) -> Cell:
+def _complete(records: Records, profile: Profile, task: str, method: Method) -> Cell:
     n = profile.problems[task]
     cell = records.find(task=task, kv=method.config.to_dict(), n=n, seed=profile.seed)
     if cell is None or not cell.is_complete:
         done = len(cell.correct) if cell else 0
         raise ResidualQuantError(
-            f"{paths.show(file)} holds {done} of {n} answers for {task}, {method.name} {method.config.label}; "
+            f"{paths.show(records.path)} holds {done} of {n} answers for {task}, {method.name} {method.config.label}; "
             f"`make reproduce PROFILE={profile.name}` computes the rest"
         )
     return cell

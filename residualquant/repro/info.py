@@ -7,6 +7,7 @@ import json
 from residualquant.repro import paths
 from residualquant.repro.profiles import PROFILES, Profile
 from residualquant.repro.provenance import provenance
+from residualquant.repro.records import list_records
 from residualquant.repro.run import read_marker
 
 
@@ -19,7 +20,7 @@ def print_info() -> None:
     )
     print(", ".join(f"{name} {version}" for name, version in made["packages"].items()))
     print(f"GPU: {_gpus()}\n\nModels in {paths.show(paths.models_dir())}:")
-    for line in _models() or ["none (`residualquant train` makes them)"]:
+    for line in _models() or ["none"]:
         print(f"  {line}")
     print("\nProfiles:")
     for profile in PROFILES.values():
@@ -50,7 +51,7 @@ def _models() -> list[str]:
 
 def _state(profile: Profile) -> str:
     marker = read_marker(profile.name)
-    files = list((paths.shipped_data_dir(profile.name) / "records").glob("*.jsonl"))
+    files = list_records(paths.shipped_data_dir(profile.name) / "records")
     sizes = ", ".join(f"{task} {n}" for task, n in profile.problems.items())
     run = {"never": "not run here", "finished": f"finished {marker.get('finished', '')}"}.get(
         marker["state"], "interrupted: `make reproduce` goes on"

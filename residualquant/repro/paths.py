@@ -41,7 +41,7 @@ def data_dir(profile: str) -> Path:
 
 
 def records_dir(profile: str) -> Path:
-    """``data/<profile>/records``: one JSONL file per (model, task)."""
+    """``data/<profile>/records``: one JSONL file per (model, task), compressed once it is finished."""
     return data_dir(profile) / "records"
 
 

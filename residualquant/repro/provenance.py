@@ -139,10 +139,10 @@ def provenance_table(profile: str) -> pd.DataFrame:
     """
     import pandas as pd
 
-    from residualquant.repro.records import Records
+    from residualquant.repro.records import Records, list_records
 
     rows: dict[str, dict] = {}
-    for file in sorted((paths.shipped_data_dir(profile) / "records").glob("*.jsonl")):
+    for file in list_records(paths.shipped_data_dir(profile) / "records"):
         for cell in Records(file).cells.values():
             row = _flat(cell.provenance) | {"device": cell.identity["device"], "dtype": cell.identity["dtype"]}
             row.pop("date", None)

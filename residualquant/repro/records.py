@@ -11,18 +11,23 @@ One JSONL file per (model, task) holds *cells*, one per KV configuration. Three 
 the method, device class, schema); ``provenance`` (who ran it, when, on what) lies beside the key, not in it.
 Answers are appended the moment they exist, scores in batches: a killed run loses neither. ``check`` is a checksum of
 its own line, so a half-written or edited line is found, reported and computed again, and spoils nothing else.
-A finished file is rewritten sorted, with the scores merged in, so running again changes no byte.
+A finished file is sorted, with the scores merged in, and compressed: ``<name>.jsonl`` while a run appends to it,
+``<name>.jsonl.gz`` afterwards. Here a file is always named by its plain name; where both exist (a run was killed, or
+goes on) the plain one counts. Running again changes no byte: the content is compared, not how it was compressed.
 
-The trade-off: plain text is several times larger than it need be, but can be read, compared and repaired by hand.
+The trade-off: a compressed file is about a seventh of its text, small enough to commit, but is expanded to be read
+(``zcat``) or compared by hand, and damage to it costs every answer behind the damaged place, not one line.
 """
 
 from __future__ import annotations
 
 import fcntl
 import functools
+import gzip
 import hashlib
 import json
 import os
+import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -93,15 +98,61 @@ def _open_seal(raw: bytes) -> dict:
     return line
 
 
+def plain_name(path: Path) -> Path:
+    """``path`` without ``.gz``."""
+    path = Path(path)
+    return path.with_suffix("") if path.suffix == ".gz" else path
+
+
+def finished_name(path: Path) -> Path:
+    """``path`` with ``.gz``: where the records named ``path`` lie once they are finished."""
+    path = plain_name(path)
+    return path.with_name(f"{path.name}.gz")
+
+
+def list_records(folder: Path) -> list[Path]:
+    """Sorted plain names of the records files in ``folder``, finished or not."""
+    return sorted({plain_name(file) for pattern in ("*.jsonl", "*.jsonl.gz") for file in Path(folder).glob(pattern)})
+
+
+def _read(path: Path) -> tuple[Path, bytes, bool]:
+    """The file that holds the records named ``path``, their text, and whether that is all of it."""
+    plain, finished = plain_name(path), finished_name(path)
+    try:
+        return plain, plain.read_bytes(), True
+    except FileNotFoundError:
+        pass
+    try:
+        return finished, *_expand(finished.read_bytes())
+    except FileNotFoundError:
+        return plain, b"", True
+
+
+def _expand(data: bytes) -> tuple[bytes, bool]:
+    """The text in gzip ``data`` and True; of damaged data the whole lines that can still be had, and False."""
+    stream, parts = zlib.decompressobj(wbits=31), []
+    try:
+        for start in range(0, len(data), 4096):
+            parts.append(stream.decompress(data[start : start + 4096]))
+    except zlib.error:
+        pass
+    text = b"".join(parts)
+    if stream.eof and not stream.unused_data:
+        return text, True
+    return text[: text.rfind(b"\n") + 1], False
+
+
 class Records:
-    """The content of one records file: ``cells`` by key[:16], and ``damage``, one sentence per bad line."""
+    """The content of one records file: ``cells`` by key[:16], and ``damage``, one sentence per bad line.
+
+    ``path`` is the file that was read. A compressed file that is damaged is one sentence.
+    """
 
     def __init__(self, path: Path):
-        self.path = Path(path)
+        self.path, raw, is_whole = _read(path)
         self.cells: dict[str, Cell] = {}
         self.damage: list[str] = []
         self._orphans: dict[str, list[dict]] = {}
-        raw = self.path.read_bytes() if self.path.is_file() else b""
         lines = raw.split(b"\n")
         for number, line in enumerate(lines, 1):
             if not line and number == len(lines):
@@ -112,6 +163,8 @@ class Records:
                 self._take(_open_seal(line))
             except (ValueError, KeyError, TypeError) as error:
                 self.damage.append(f"line {number} of {show(self.path)} is damaged ({error})")
+        if not is_whole:
+            self.damage = [f"{show(self.path)} is damaged (its compressed data is cut off or was changed)"]
 
     def _take(self, line: dict) -> None:
         kind = line["kind"]
@@ -152,17 +205,24 @@ def read_records(path: Path) -> Records:
     Raises:
         ResidualQuantError: a line is damaged.
     """
-    path = Path(path)
-    stat = path.stat() if path.is_file() else None
-    records = _read_once(path, stat and (stat.st_ino, stat.st_size, stat.st_mtime_ns))
+    records = _read_once(path, (_version(plain_name(path)), _version(finished_name(path))))
     if records.damage:
         raise ResidualQuantError(f"{records.damage[0]}; `make reproduce` computes it again")
     return records
 
 
+def _version(file: Path) -> tuple[int, int, int] | None:
+    """What tells one state of a file from another; None where there is none."""
+    try:
+        stat = file.stat()
+    except FileNotFoundError:
+        return None
+    return stat.st_ino, stat.st_size, stat.st_mtime_ns
+
+
 @functools.lru_cache(maxsize=16)
-def _read_once(path: Path, version: tuple | None) -> Records:
-    """The file's content while its ``version`` (inode, size, time) is the same."""
+def _read_once(path: Path, versions: tuple) -> Records:
+    """The content while the ``versions`` of the plain and of the finished file are the same."""
     return Records(path)
 
 
@@ -183,6 +243,18 @@ def _cell_line(cell: Cell) -> bytes:
 
 def _answer_line(short: str, answer: Answer) -> bytes:
     return _seal({"kind": "answer", "cell": short, **vars(answer)})
+
+
+def _without_damage(raw: bytes) -> bytes:
+    """``raw`` without its damaged lines (answers whose header is lost stay: the key finds them)."""
+    kept = []
+    for line in raw.split(b"\n")[:-1]:
+        try:
+            _open_seal(line)
+        except ValueError:
+            continue
+        kept.append(line + b"\n")
+    return b"".join(kept)
 
 
 class Lock:
@@ -215,16 +287,17 @@ class Lock:
 
 
 class Writer:
-    """The one writer of a records file: repairs damage, appends, and rewrites the file sorted when it is complete.
+    """The one writer of a records file: repairs damage, appends, and sorts and compresses it when it is complete.
 
-    Use as a context manager. ``records`` is what the file holds, kept up to date.
+    Use as a context manager. ``records`` is what the file holds, kept up to date. A finished file is expanded first
+    and stays until it is finished again.
 
     Raises:
         ResidualQuantError: another process is writing, or the disk is full (everything appended before stays).
     """
 
     def __init__(self, path: Path):
-        self.path = Path(path)
+        self.path = plain_name(path)
         self._lock = Lock(self.path)
         self._file: int | None = None
 
@@ -232,30 +305,30 @@ class Writer:
         self._lock.__enter__()
         try:
             self.records = Records(self.path)
-            if self.records.damage:
-                write_atomic(self.path, self._without_damage())
-            self._file = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+            self._open()
         except BaseException:
             self._lock.__exit__()
             raise
         return self
 
     def __exit__(self, *exc) -> None:
-        os.close(self._file)
+        self._close()
         self._lock.__exit__()
 
-    def _without_damage(self) -> bytes:
-        """The file as it is, but for its damaged lines (answers whose header is lost stay: the key finds them)."""
-        kept = []
-        for raw in self.path.read_bytes().split(b"\n")[:-1]:
-            try:
-                _open_seal(raw)
-            except ValueError:
-                continue
-            kept.append(raw + b"\n")
-        return b"".join(kept)
+    def _open(self) -> None:
+        """Open the plain file for appending: repaired, or expanded from the finished file, if need be."""
+        _, text, _ = _read(self.path)
+        write_atomic(self.path, _without_damage(text) if self.records.damage else text)
+        self._file = os.open(self.path, os.O_WRONLY | os.O_APPEND)
+
+    def _close(self) -> None:
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
 
     def _append(self, data: bytes) -> None:
+        if self._file is None:  # it was finished, and goes on
+            self._open()
         size = os.fstat(self._file).st_size
         try:
             while data:
@@ -291,12 +364,18 @@ class Writer:
         os.fsync(self._file)
 
     def finish(self, superseded: Iterable[str] = ()) -> bool:
-        """Rewrite the file sorted, without the cells whose key[:16] is in ``superseded``. False: nothing changed."""
+        """Store the file sorted and compressed, without the cells whose key[:16] is in ``superseded``.
+
+        Returns False, and leaves the compressed file as it is, when that holds the same already. Killed between the
+        two steps, both files hold the same answers.
+        """
         superseded = list(superseded)
-        changed = write_atomic(self.path, serialise(self.records, superseded))
+        content, finished = serialise(self.records, superseded), finished_name(self.path)
+        changed = not finished.is_file() or _expand(finished.read_bytes()) != (content, True)
+        if changed:
+            write_atomic(finished, gzip.compress(content, compresslevel=9, mtime=0))
+        self._close()
+        self.path.unlink(missing_ok=True)
         for short in superseded:
             self.records.cells.pop(short, None)
-        if changed:
-            os.close(self._file)
-            self._file = os.open(self.path, os.O_WRONLY | os.O_APPEND)
         return changed

@@ -27,7 +27,7 @@ from residualquant.repro import paths
 from residualquant.repro.cells import compute_cells
 from residualquant.repro.profiles import Profile, profile_of
 from residualquant.repro.provenance import is_committed, package_hash
-from residualquant.repro.records import Lock, Records
+from residualquant.repro.records import Lock, Records, list_records
 
 Log = Callable[[str], None]
 
@@ -206,7 +206,7 @@ def compare_with_committed(profile: str) -> list[str]:
         return [f"{profile}: nothing is committed to compare with"]
     lines = [_compare_file(file, ours / file.name) for file in sorted(aside.glob("*.csv"))]
     same = total = 0
-    for file in sorted((aside / "records").glob("*.jsonl")):
+    for file in list_records(aside / "records"):
         theirs, mine = _responses(file), _responses(ours / "records" / file.name)
         common = theirs.keys() & mine.keys()
         same, total = same + sum(theirs[k] == mine[k] for k in common), total + len(common)
