@@ -185,7 +185,7 @@ def test_a_folder_that_cannot_be_written_is_one_sentence(home):
 def smoke(tmp_path_factory):
     """A workspace with stand-in records of the smoke profile and small random models under the shipped names."""
     from residualquant.models import Ouro, OuroConfig, save_model
-    from residualquant.training import build_tokenizer
+    from residualquant.training import TrainConfig, build_tokenizer
 
     home = tmp_path_factory.mktemp("smoke")
     shutil.copytree(paths.notebooks_dir(), home / "notebooks")
@@ -197,7 +197,7 @@ def smoke(tmp_path_factory):
             hidden_size=64, intermediate_size=64, num_hidden_layers=4, num_attention_heads=2, num_key_value_heads=2,
             head_dim=128, vocab_size=512, total_ut_steps=4,
         )  # fmt: skip
-        tokenizer = build_tokenizer(("words", "algebra"), 512)
+        tokenizer = build_tokenizer(TrainConfig())
         save_model(Ouro(config), home / "data" / "models" / "mini-ouro-maths", tokenizer)
         stand_ins.install(patch, n=max(profile.problems.values()))
         cells.compute_cells(profile, progress=False)
