@@ -56,8 +56,8 @@ def test_bits_prints_the_storage_arithmetic(capsys):
     for value in ("3.09375", "42,42,42,72", "198", "5.17x", "414", "2.47x"):
         assert value in out
     assert "2.89062" not in out and "2222" not in out
-    _, out, _ = call(capsys, "bits", "INT2/4 g=32", "--reference", "direct", "--bits", "4", "2", "0", "4")
-    assert out == "" or "Traceback" not in out
+    code, out, err = call(capsys, "bits", "INT2/4 g=32", "--reference", "direct", "--bits", "4", "2", "0", "4")
+    assert (code, out) == (2, "") and "loop 2 has no reference" in err
 
 
 def test_bits_lists_every_label_when_none_is_given(capsys):
@@ -140,3 +140,9 @@ def test_eval_runs_a_model_and_resumes(capsys, home, tiny_model, monkeypatch):
     whole = file.read_bytes()
     monkeypatch.setattr("residualquant.engine.iter_decode", None)
     assert call(capsys, *argv)[0] == 0 and file.read_bytes() == whole
+
+
+def test_eval_without_a_tokenizer_is_one_sentence(capsys, home, tiny_model):
+    tiny_model.tokenizer = None
+    code, _, err = call(capsys, "eval", "words", "--n", "2")
+    assert code == 2 and err == "residualquant: the model tiny has no tokenizer.json beside its weights\n"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 
 import pytest
 import torch
@@ -181,7 +183,9 @@ def _truncate(folder) -> None:
         (_set({"model_type": "llama"}), "model_type is 'llama'"),
         (_set({"num_attention_heads": 3}), "multiple of num_key_value_heads"),
         (_set({"num_hidden_layers": "two"}), "'two'"),
+        (_set({"num_key_value_heads": 0}), "config.json of tiny cannot be used"),
         (lambda f: (f / "config.json").write_text("{"), "config.json of tiny cannot be used"),
+        (lambda f: (f / "tokenizer.json").write_text("{"), "tokenizer.json of tiny cannot be used"),
     ],
 )
 def test_unusable_checkpoint_is_refused_in_one_sentence(folder, damage, sentence):
@@ -201,3 +205,18 @@ def test_missing_gpu_is_said():
         pytest.skip("there is a GPU")
     with pytest.raises(ResidualQuantError, match="no CUDA GPU"):
         load_model("mini-ouro-maths", device="cuda")
+
+
+def test_unknown_device_is_named():
+    with pytest.raises(ValueError, match="device must be cpu or cuda, got 'gpu'"):
+        load_model("mini-ouro-maths", device="gpu")
+
+
+def test_a_full_disk_leaves_no_half_checkpoint(tmp_path, monkeypatch):
+    def full(handle):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(ResidualQuantError, match=r"model\.safetensors could not be written \(No space left"):
+        save_model(Ouro(TINY), tmp_path / "tiny")
+    assert not list((tmp_path / "tiny").iterdir())

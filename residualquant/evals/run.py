@@ -14,6 +14,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from residualquant.errors import ResidualQuantError
 from residualquant.evals.tasks import EOS_ID, MAX_NEW_TOKENS, TASKS_VERSION, Problem, problems
 from residualquant.repro.paths import show
 from residualquant.repro.provenance import method_hash, provenance
@@ -80,10 +81,12 @@ def evaluate(
 
     Raises:
         ValueError: an unknown task, n < 1, no configuration, or one given twice.
-        ResidualQuantError: another process writes the same file, or the disk is full.
+        ResidualQuantError: the model has no tokenizer, another process writes the same file, or the disk is full.
     """
     if n < 1 or not configs or len(set(configs)) < len(configs):
         raise ValueError(f"need n >= 1 and distinct configurations, got n={n} and {[c.label for c in configs]}")
+    if model.tokenizer is None:
+        raise ResidualQuantError(f"the model {model.name} has no tokenizer.json beside its weights")
     chosen = problems(task, n)
     limit = MAX_NEW_TOKENS[task] if max_new_tokens is None else max_new_tokens
     made = provenance(model.device.type)

@@ -85,6 +85,22 @@ def _check_names(model: Ouro, weights: dict[str, torch.Tensor], name: str) -> No
             raise ResidualQuantError(f"{name}: {key} holds values that are not finite")
 
 
+def _device(name: str | torch.device) -> torch.device:
+    try:
+        return torch.device(name)
+    except RuntimeError as error:
+        raise ValueError(f"device must be cpu or cuda, got {name!r}") from error
+
+
+def _read_tokenizer(file: Path):
+    from tokenizers import Tokenizer
+
+    try:
+        return Tokenizer.from_file(str(file))
+    except Exception as error:  # what tokenizers raises is a plain Exception
+        raise ResidualQuantError(f"tokenizer.json of {file.parent.name} cannot be used: {error}") from error
+
+
 def load_model(
     name_or_path: str = "mini-ouro-maths",
     device: str | torch.device | None = None,
@@ -98,9 +114,10 @@ def load_model(
         dtype: BF16 on a GPU and FP32 on a CPU when None. (K and V are rounded to BF16 by the cache either way.)
 
     Raises:
+        ValueError: ``device`` names no kind of device.
         ResidualQuantError: no such model; a truncated, foreign or non-finite checkpoint; no GPU where one was asked.
     """
-    device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    device = _device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ResidualQuantError("device 'cuda' was asked for, but no CUDA GPU is visible here")
     dtype = dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)
@@ -110,7 +127,7 @@ def load_model(
         if values.get("model_type") != "ouro":
             raise ValueError(f"model_type is {values.get('model_type')!r}, expected 'ouro'")
         config = OuroConfig.from_dict(values)
-    except (ValueError, TypeError, AttributeError) as error:
+    except (ValueError, TypeError, AttributeError, ZeroDivisionError) as error:
         raise ResidualQuantError(f"config.json of {folder.name} cannot be used: {error}") from error
     weights, weights_hash = _read_weights(folder)
     with torch.device("meta"):
@@ -119,23 +136,26 @@ def load_model(
     model.load_state_dict({k: v.to(device, dtype) for k, v in weights.items()}, assign=True)
     model.eval().requires_grad_(False)
     model.name, model.weights_hash = folder.name, weights_hash
-    if (folder / "tokenizer.json").is_file():
-        from tokenizers import Tokenizer
-
-        model.tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    if (file := folder / "tokenizer.json").is_file():
+        model.tokenizer = _read_tokenizer(file)
     return model
 
 
 def save_model(model: Ouro, folder: str | Path, tokenizer=None) -> Path:
-    """Write ``config.json``, ``model.safetensors`` (BF16) and, when given, ``tokenizer.json`` to ``folder``."""
-    from safetensors.torch import save_file
+    """Write ``config.json``, ``model.safetensors`` (BF16) and, when given, ``tokenizer.json`` to ``folder``.
+
+    Raises:
+        ResidualQuantError: the disk is full or the folder cannot be written; no partial file is left.
+    """
+    from safetensors.torch import save
+
+    from residualquant.repro.paths import write_atomic
 
     folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
     weights = {k: v.detach().to("cpu", torch.bfloat16).contiguous() for k, v in model.state_dict().items()}
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    write_atomic(folder / "model.safetensors", save(weights, metadata={"format": "pt"}))
     config = {"architectures": ["OuroForCausalLM"], **model.config.to_dict(), "torch_dtype": "bfloat16"}
-    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    write_atomic(folder / "config.json", json.dumps(config, indent=2) + "\n")
     if tokenizer is not None:
-        tokenizer.save(str(folder / "tokenizer.json"))
+        write_atomic(folder / "tokenizer.json", tokenizer.to_str(pretty=True))
     return folder
