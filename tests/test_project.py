@@ -202,7 +202,7 @@ def test_sizes(path):
     assert len(text.splitlines()) <= 600
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            assert node.end_lineno - node.lineno < 65, f"{node.name} is {node.end_lineno - node.lineno + 1} lines"
+            assert node.end_lineno - node.lineno < 60, f"{node.name} is {node.end_lineno - node.lineno + 1} lines"
 
 
 @pytest.mark.parametrize("path", [p for p in SOURCES if "tests" not in p.parts], ids=lambda p: str(p.relative_to(ROOT)))
