@@ -105,6 +105,9 @@ def test_rows_are_recognised(home):
     assert len(words) == 17
     counts = words.groupby("method")["precision"].nunique().to_dict()
     assert counts == {"bf16": 1} | dict.fromkeys(plots.METHODS, 4)
+    residual = words[words["method"] == "residual"]
+    for changed in ({"coefficient": "unit"}, {"reference": "first"}, {"rotation": "oscar"}):
+        assert set(residual.assign(**changed).apply(plots.method_of, axis=1)) == {"other"}
 
 
 def test_missing_records_are_one_sentence(tmp_path, monkeypatch):

@@ -15,6 +15,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from residualquant.repro.profiles import ROTATION
+
 if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.axes import Axes
@@ -99,12 +101,14 @@ class Picture:
 
 
 def method_of(row: pd.Series) -> str:
-    """"bf16", "direct", "direct+rotation", "residual" or "residual+rotation" for a row of ``table2.csv``."""
+    """"bf16" or a key of ``METHODS`` for a row of ``table2.csv``; "other" for what the pictures have no place for."""
     if float(row["effective_bits"]) == 16:
         return "bf16"
-    base = "direct" if row["reference"] == "direct" else "residual"
-    rotated = str(row["rotation"]).lower() not in ("none", "nan", "")
-    return base + ("+rotation" if rotated else "")
+    coded = row["reference"], row["coefficient"]
+    base = {("direct", "none"): "direct", ("last", "ls"): "residual"}.get(coded)
+    if base is None or row["rotation"] not in ("none", ROTATION):
+        return "other"
+    return base if row["rotation"] == "none" else f"{base}+rotation"
 
 
 def precision_of(row: pd.Series) -> str:
@@ -121,7 +125,8 @@ def with_keys(table: pd.DataFrame) -> pd.DataFrame:
     Raises:
         ValueError: a needed column is missing.
     """
-    needed = {"benchmark", "bits_per_loop", "group_size", "reference", "rotation", "effective_bits", "accuracy_pct"}
+    needed = {"benchmark", "bits_per_loop", "group_size", "reference", "coefficient", "rotation"}
+    needed |= {"effective_bits", "accuracy_pct"}
     if missing := sorted(needed - set(table.columns)):
         raise ValueError(f"the table lacks the column {missing[0]!r}; it has {list(table.columns)}")
     return table.assign(method=table.apply(method_of, axis=1), precision=table.apply(precision_of, axis=1))

@@ -117,6 +117,7 @@ def _claims(s: Section, profile: Profile) -> list[Card]:
 
 
 def _table2(s: Section, profile: Profile) -> list[Card]:
+    from residualquant.repro.plots import with_keys
     from residualquant.repro.tables import compare, table2, table2_mean
 
     table, mean = table2(profile), table2_mean(profile)
@@ -127,14 +128,12 @@ def _table2(s: Section, profile: Profile) -> list[Card]:
     )
     s.picture("table2", profile.name)
     s.folded("Every cell: Paper, Ours, Δ, n, interval, verdict", table_html(compare(table), new_block="Task"))
-    best = mean[(mean["bits_per_loop"] == "2,2,2,4") & (mean["group_size"] == 32)].set_index(["reference", "rotation"])
-    bf16 = mean.loc[mean["effective_bits"] == 16, "accuracy_pct"].iloc[0]
-    cards = [Card(f"{bf16:.1f} %", "mean accuracy with a BF16 cache")]
-    rotated = [key for key in best.index if key[0] == "last" and key[1] != "none"]
-    if rotated:
-        cards.append(Card(f"{best.loc[rotated[0], 'accuracy_pct']:.1f} %", "the full method at 3.1 bits"))
-    if ("direct", "none") in best.index:
-        cards.append(Card(f"{best.loc[('direct', 'none'), 'accuracy_pct']:.1f} %", "direct INT2/4 at 3.0 bits"))
+    found = with_keys(mean).set_index(["method", "precision"])
+    cards = [Card(f"{found.loc[('bf16', '16'), 'accuracy_pct']:.1f} %", "mean accuracy with a BF16 cache")]
+    for method, text in (("residual+rotation", "the full method"), ("direct", "direct INT2/4")):
+        if (key := (method, "2224 g32")) in found.index:
+            bits = found.loc[key, "effective_bits"]
+            cards.append(Card(f"{found.loc[key, 'accuracy_pct']:.1f} %", f"{text} at {bits:.1f} bits"))
     return cards
 
 
