@@ -165,7 +165,8 @@ def figure_trace(
 
     The paper puts the three preceding examples before the fourth (573 tokens of GSM8K). The minis are trained on one
     problem at a time, up to 384 tokens, so ``preceding`` is 0 for them. A model with fewer layers or heads gives its
-    last one, and the picture says so.
+    last one, and the picture says so. The forward pass runs on the CPU in FP32 whatever the profile, so that the trace
+    does not depend on the machine.
 
     Args:
         compute: run the model and write ``data/<profile>/kv_trace.safetensors``; otherwise read that file.
@@ -185,7 +186,7 @@ def figure_trace(
                 f"{trace.prompt}: set compute = True for another one"
             )
         return trace
-    loaded = load_model(model)
+    loaded = load_model(model, device="cpu")
     ids = problem_tokens(loaded, task, PAPER_PROBLEM, preceding)
     there = min(layer, loaded.kv_shape.layers), min(head, loaded.kv_shape.kv_heads)
     trace = replace(collect_trace(loaded, ids, *there, prompt), asked=[layer, head])
