@@ -15,7 +15,6 @@ from __future__ import annotations
 import csv
 import dataclasses
 import io
-import platform
 import statistics
 import time
 from collections.abc import Callable
@@ -29,6 +28,7 @@ import torch
 from residualquant.config import KVQuantConfig, preset
 from residualquant.errors import ResidualQuantError
 from residualquant.repro.paths import data_dir, show, write_atomic
+from residualquant.repro.provenance import provenance
 from residualquant.residual import CPU_BLOCK_VALUES, decode, encode, reconstruct
 
 OURO_1_4B = (4, 16, 128)  # loops, KV heads, head dim
@@ -104,6 +104,7 @@ def measure(tokens: int, trials: int = TRIALS, peak: bool = True) -> list[Timing
     peak_ratio = peak_over_input(preset("INT2/4 g=32")) if peak else None
     loops, heads, head_dim = OURO_1_4B
     x = torch.randn(loops, tokens, heads, head_dim).bfloat16()
+    about = (provenance()["cpu"], torch.get_num_threads(), torch.__version__, PROTOCOL.format(trials=trials))
     rows = []
     for reference in ("direct", "last"):
         for rotation in ("none", "hadamard"):
@@ -122,7 +123,6 @@ def measure(tokens: int, trials: int = TRIALS, peak: bool = True) -> list[Timing
                 measured = (seconds, speed / 1e9, copy / 1e9, speed / copy, moved / expected / copy)
                 row = (operation, cfg.label, reference, rotation, tokens, moved, *measured)
                 memory = peak_ratio if (operation, reference, rotation) == ("encode", "last", "none") else None
-                about = (_cpu_name(), torch.get_num_threads(), torch.__version__, PROTOCOL.format(trials=trials))
                 rows.append(Timing(*row, memory, *about))
     return rows
 
@@ -165,13 +165,6 @@ def _median_seconds(call: Callable[[], object], trials: int) -> float:
     return statistics.median(seconds)
 
 
-def _cpu_name() -> str:
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.is_file() else []
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
-
-
 def write_csv(rows: list[Timing]) -> Path:
     """Write data/bench/cpu.csv and return its path."""
     text = io.StringIO()
@@ -188,9 +181,10 @@ def write_csv(rows: list[Timing]) -> Path:
 def main() -> None:
     """Say what is expected, measure, print one line per row and write the CSV."""
     print(__doc__.split("\n\n", 1)[1])
-    print(f"{_cpu_name()}, {torch.get_num_threads()} threads, torch {torch.__version__}")
     rows = measure(tokens=2048)
-    print(f"copy bandwidth {rows[0].copy_gb_per_s:.1f} GB/s; {rows[0].protocol}\n")
+    first = rows[0]
+    print(f"{first.cpu}, {first.threads} threads, torch {first.torch}")
+    print(f"copy bandwidth {first.copy_gb_per_s:.1f} GB/s; {first.protocol}\n")
     for row in rows:
         memory = f", peak memory {row.peak_over_input:.2f}x the BF16 input" if row.peak_over_input else ""
         print(
