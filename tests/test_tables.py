@@ -176,12 +176,9 @@ def test_the_paper_profile_says_what_is_missing():
 
 
 def test_the_papers_numbers_are_found_by_label():
-    assert paper.claimed("kv_storage_reduction_2224_g32") == 80.7
     assert paper.table2_accuracy("bf16", "", 0)["math500"] == 75.0
     with pytest.raises(ValueError, match="no label 'table99'; known: claims"):
         paper.read_paper("table99")
-    with pytest.raises(ValueError, match="no number named 'x'"):
-        paper.claimed("x")
 
 
 def test_records_name_their_schema(home):

@@ -39,15 +39,3 @@ def table2_accuracy(method: str, bits: str, group_size: int, model: str = OURO) 
     if method != "bf16":
         rows = rows[(rows.bits_per_loop == bits) & (rows.int2_group_size == group_size)]
     return dict(zip(rows.benchmark, rows.accuracy_pct))
-
-
-def claimed(name: str) -> float:
-    """One number of the paper's running text, by its name in ``claims.csv``.
-
-    Raises:
-        ValueError: no such name.
-    """
-    claims = read_paper("claims").set_index("claim").value
-    if name not in claims:
-        raise ValueError(f"the paper's text has no number named {name!r}")
-    return float(claims[name])
