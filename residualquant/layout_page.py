@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from residualquant.config import preset
 from residualquant.layout import PLANE_ALIGNMENT, PageLayout
-from residualquant.repro.paths import workspace
+from residualquant.repro.paths import show, workspace, write_atomic
 
 EXAMPLES = (("INT2/4 g=32", "last"), ("INT2/4 g=16", "last"), ("INT2/4 g=32", "direct"))
 
@@ -54,6 +54,5 @@ def page_markdown() -> str:
 
 if __name__ == "__main__":
     path = workspace() / "docs" / "page_layout.md"
-    path.parent.mkdir(exist_ok=True)
-    path.write_text(page_markdown())
-    print(f"wrote {path}")
+    write_atomic(path, page_markdown())
+    print(f"wrote {show(path)}")

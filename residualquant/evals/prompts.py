@@ -1,4 +1,4 @@
-"""Prompts of the real benchmarks, versioned: a version is part of a record's key and changes with any character.
+"""Prompts of the real benchmarks. Each has a version, which changes with any character of the text.
 
 The paper names its protocols (App. A.2) but not every text. GSM8K uses the public chain-of-thought examples of
 Wei et al. (2022) in lm-eval's ``gsm8k_cot`` form; code uses EvalPlus' instruction and response prefix with an open

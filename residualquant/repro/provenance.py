@@ -135,7 +135,7 @@ def package_hash() -> str:
 def provenance_table(profile: str) -> pd.DataFrame:
     """What made the records of ``profile``: one row per (made on, with), and how many cells each accounts for.
 
-    Without records (or with a damaged line) the table describes this machine instead.
+    Without records the table describes this machine instead.
     """
     import pandas as pd
 
