@@ -8,10 +8,14 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from residualquant.errors import ResidualQuantError
 from residualquant.repro import paths
 from residualquant.repro.profiles import PROFILES
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 _BLOCK = re.compile(r"(<!-- generated:(\w+) -->\n).*?(<!-- /generated:\2 -->)", re.DOTALL)
 
@@ -36,6 +40,32 @@ def claims_block() -> str:
         columns["Claim of the paper"] = whole.text
         columns[f"`{profile}`"] = [f"{v} ({t})" for v, t in zip(whole.verdict, whole.test)]
     return markdown(pd.DataFrame(columns))
+
+
+_ENDS = {
+    "BF16": ("bf16", "16"),
+    "Direct, INT2 g=32": ("direct", "2222 g32"),
+    "The full method, INT2/4 g=32": ("residual+rotation", "2224 g32"),
+}
+
+
+def gap_block() -> str:
+    """Mean accuracy over the tasks at both ends of the method, and the distance to BF16, the paper's beside ours."""
+    import pandas as pd
+
+    from residualquant.repro.plots import with_keys
+    from residualquant.repro.tables import markdown, table2_mean
+
+    columns = {"Mean of the tasks, % (against BF16)": list(_ENDS)}
+    for profile in _measured_profiles():
+        mean = with_keys(table2_mean(profile)).set_index(["method", "precision"])
+        columns |= {"Paper, Ouro-1.4B": _against_bf16(mean.paper_pct), f"`{profile}`": _against_bf16(mean.accuracy_pct)}
+    return markdown(pd.DataFrame(columns))
+
+
+def _against_bf16(accuracy: pd.Series) -> list[str]:
+    bf16, *others = (float(accuracy[key]) for key in _ENDS.values())
+    return [f"{bf16:.1f}", *(f"{value:.1f} ({value - bf16:+.1f})" for value in others)]
 
 
 def profiles_block() -> str:
@@ -64,6 +94,7 @@ def profiles_block() -> str:
 BLOCKS: dict[str, Callable[[], str]] = {
     "table2": table2_block,
     "claims": claims_block,
+    "gap": gap_block,
     "profiles": profiles_block,
 }
 
