@@ -137,6 +137,8 @@ def test_eval_runs_a_model_and_resumes(capsys, home, tiny_model, monkeypatch):
     assert file.name in out
     records = read_records(file)
     assert len(records.cells) == 3 and all(c.is_complete for c in records.cells.values())
+    assert call(capsys, *argv[:-1], "3")[0] == 0  # shorter answers are other answers: both are kept
+    assert len(read_records(file).cells) == 6
     whole = file.read_bytes()
     monkeypatch.setattr("residualquant.engine.iter_decode", None)
     assert call(capsys, *argv)[0] == 0 and file.read_bytes() == whole

@@ -154,8 +154,8 @@ def _score(task: str, chosen: Sequence[Problem], cells: Sequence[Cell], writer: 
 
 
 def _superseded(writer: Writer, cells: Sequence[Cell]) -> list[str]:
-    """Keys of older cells of the same model, task, size and configuration, whose code, weights or scorers differ."""
-    same = ("model", "task", "n", "kv", "seed", "device")
+    """Keys of older cells that differ in code, weights or scorers only, not in what was asked for."""
+    same = ("model", "task", "n", "kv", "decoding", "seed", "device")
     current = {cell.key[:16] for cell in cells}
     finished = [{k: cell.identity[k] for k in same} for cell in cells]
     return [
