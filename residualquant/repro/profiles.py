@@ -139,8 +139,8 @@ PROFILES = {
     p.name: p
     for p in (
         Profile("smoke", _sizes(8, 8), methods=_SMOKE, cost="under 5 minutes on 2 CPU cores"),
-        Profile("mini", _sizes(200, 100), cost="about half an hour on 2 CPU cores"),
-        Profile("full", _sizes(800, 400), device="cuda", cost="under 10 minutes on one H200"),
+        Profile("mini", _sizes(200, 100), cost="about 40 minutes on 2 CPU cores"),
+        Profile("full", _sizes(800, 400), device="cuda", cost="about 5 minutes on one H200"),
         Profile(
             "paper",
             {"gsm8k": 1319, "math500": 500, "humaneval": 164, "mbpp": 378},
