@@ -75,7 +75,7 @@ def test_bits_lists_every_label_when_none_is_given(capsys):
         (("tables", "--profile", "mni"), "unknown profile 'mni'; known: smoke, mini, full, paper"),
         (("reproduce", "--profile", "paper"), "'paper' cannot run here, it lacks:"),
         (("figures", "--only", "figure99"), "no figure 'figure99'"),
-        (("tables", "--profile", "smoke", "--only", "table2"), "answers for words, bf16 BF16; `make reproduce"),
+        (("tables", "--profile", "paper", "--only", "table2"), "answers for gsm8k, bf16 BF16; `make reproduce"),
         (("eval", "words", "--model", "nobody"), "no model 'nobody'"),
     ],
 )

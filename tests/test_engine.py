@@ -1,7 +1,10 @@
+
 """The batched decode engine against plain decoding on a packed cache, one sequence at a time.
 
 Models are float64 here, so that sums taken in another order flip no code and tokens can be compared exactly.
 """
+
+import dataclasses
 
 import pytest
 import torch
@@ -226,11 +229,8 @@ def test_bad_requests_are_refused_before_anything_runs(model, change, message):
 
 
 def test_a_prompt_beyond_the_models_positions_is_refused(model):
-    class Limited(OuroConfig):
-        max_position_embeddings = 12
-
     long = tiny_model()
-    long.config = Limited(**model.config.to_dict())
+    long.config = dataclasses.replace(model.config, max_position_embeddings=12)
     with pytest.raises(
         ValueError, match="prompt 0 is too long: got 9 tokens, which with 4 new ones exceed the model's 12"
     ):

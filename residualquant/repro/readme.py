@@ -17,6 +17,7 @@ from residualquant.repro.profiles import PROFILES
 if TYPE_CHECKING:
     import pandas as pd
 
+COMMITTED = ("mini", "full")
 _BLOCK = re.compile(r"(<!-- generated:(\w+) -->\n).*?(<!-- /generated:\2 -->)", re.DOTALL)
 
 
@@ -69,7 +70,7 @@ def _against_bf16(accuracy: pd.Series) -> list[str]:
 
 
 def profiles_block() -> str:
-    """What each profile computes, with the time and disk of the committed run."""
+    """What each profile computes, with the time and disk of the committed run (a local one does not count)."""
     import pandas as pd
 
     from residualquant.repro.cost import read_cost
@@ -77,7 +78,7 @@ def profiles_block() -> str:
 
     rows = []
     for profile in PROFILES.values():
-        cost = read_cost(profile.name)
+        cost = read_cost(profile.name) if profile.name in COMMITTED else None
         rows.append(
             {
                 "Profile": f"`{profile.name}`",
@@ -100,7 +101,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
 
 
 def _measured_profiles() -> list[str]:
-    return [name for name in ("mini", "full") if (paths.shipped_data_dir(name) / "records").is_dir()]
+    return [name for name in COMMITTED if (paths.shipped_data_dir(name) / "records").is_dir()]
 
 
 def fill(text: str) -> str:
