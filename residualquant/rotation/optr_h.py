@@ -50,6 +50,9 @@ class OptRHSettings:
             )
 
 
+PAPER_SETTINGS = OptRHSettings()
+
+
 @dataclass(frozen=True, eq=False)
 class Fit:
     """The rotation of K or V of one layer and loop group, and what it gained on the held-out texts.
@@ -207,7 +210,7 @@ def fit_optr_h(
     held_out: Sequence[States],
     gram: Tensor,
     cfg: KVQuantConfig,
-    settings: OptRHSettings = OptRHSettings(),
+    settings: OptRHSettings = PAPER_SETTINGS,
     done: Callable[[], None] = lambda: None,
 ) -> tuple[Fit, Fit]:
     """The rotations of K (with means) and V of one layer and loop group.

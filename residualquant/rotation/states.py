@@ -5,7 +5,7 @@ Axis letters: L loops · Hq query heads · H KV heads · G query heads per KV he
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -56,9 +56,7 @@ class States:
 
 
 @torch.inference_mode()
-def visit_states(
-    model: Ouro, ids: Sequence[int], visit: Callable[[int, int, Tensor, Tensor, Tensor], None]
-) -> None:
+def visit_states(model: Ouro, ids: Sequence[int], visit: Callable[[int, int, Tensor, Tensor, Tensor], None]) -> None:
     """Run ``ids`` through ``model`` once, calling ``visit(loop, layer, q, k, v)`` for each loop and layer (from 0).
 
     q: [T, Hq, D]; k, v: [T, H, D], post-RoPE, rounded to BF16 (as the cache holds them) and given in the model's
@@ -81,7 +79,7 @@ def visit_states(
 def collect_states(
     model: Ouro,
     texts: Sequence[Sequence[int]],
-    layers: range,
+    layers: Collection[int],
     queries: int | None = None,
     done: Callable[[], None] = lambda: None,
 ) -> dict[int, list[States]]:
