@@ -12,6 +12,7 @@ from stand_ins import TextTokenizer
 
 from residualquant import cli
 from residualquant.attention import PackedAttention
+from residualquant.bench import calibration as bench
 from residualquant.cache import PackedCache
 from residualquant.config import preset
 from residualquant.engine import iter_decode
@@ -332,3 +333,15 @@ def test_the_command(tmp_path, capsys, monkeypatch):
             cli.main([*argv, *wrong])
         err = capsys.readouterr().err
         assert sentence in err and err.count("\n") == 1
+
+
+def test_the_benchmark_of_one_layer():
+    shape = OuroConfig(64, 96, 6, 4, 2, 64, 97)
+    cost = bench.measure("cpu", shape, examples=2, tokens=12, settings=QUICK)
+    assert cost.seconds > 0 and cost.state_bytes == 4 * 4 * 64 * 2 * (4 * 8 + 2 * 2 * 12)
+    assert "6 layers" in cost.describe() and "peak" not in cost.describe()
+
+
+@pytest.mark.gpu
+def test_a_layer_of_ouro_on_the_gpu():
+    assert bench.measure("cuda").seconds <= 10
