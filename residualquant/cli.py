@@ -33,7 +33,7 @@ class KVOptions:
     coefficient: str | None = None
     """How the reference is scaled: ls (least squares), norm_ratio or unit."""
     rotation: str | None = None
-    """Change of basis before coding: none or hadamard; oscar and optr_h are calibrated first."""
+    """Change of basis before coding: none or hadamard (oscar and optr_h: see calibrate)."""
     bits: Bits = None
     group_size: int | None = None
     """Channels per scale and offset in loops of 1-3 bits: 16, 32 or 64."""
