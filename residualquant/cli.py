@@ -33,7 +33,7 @@ class KVOptions:
     coefficient: str | None = None
     """How the reference is scaled: ls (least squares), norm_ratio or unit."""
     rotation: str | None = None
-    """Change of basis before coding: none or hadamard."""
+    """Change of basis before coding: none or hadamard (oscar and optr_h: see calibrate)."""
     bits: Bits = None
     group_size: int | None = None
     """Channels per scale and offset in loops of 1-3 bits: 16, 32 or 64."""
@@ -144,6 +144,53 @@ def evaluate(
     print(f"{loaded.name}, {task}, greedy; answers in {show(finished_name(records))}")
 
 
+def calibrate(
+    out: Path,
+    config: str = "INT2/4 g=32",
+    kv: Annotated[KVOptions, tyro.conf.arg(name="")] = KVOptions(rotation="optr_h"),
+    task: str = "words",
+    model: str | None = None,
+    examples: int = 128,
+    seed: int = 0,
+    steps: int = 80,
+    learning_rate: float = 0.02,
+    device: str | None = None,
+) -> None:
+    """Fit the rotations of one KV configuration on a task's training problems; an interrupted run goes on.
+
+    Example: residualquant calibrate --config "INT2/4 g=32" --rotation optr_h --task words --out data/runs/rotations
+
+    Args:
+        out: Folder for the rotations (safetensors) and what they are of (JSON).
+        config: The paper's label of the configuration they are for.
+        kv: Changes applied to the label; --rotation is optr_h or oscar.
+        task: words, algebra, stubs or asserts: whose training problems, with their solutions, to use.
+        model: A shipped model's name, a folder or a hub id; the task's own mini model when left out.
+        examples: Problems to fit with; as many others choose each head's rotation.
+        seed: Which of these problems are which, and the order in which they are drawn.
+        steps: Optimiser steps for K, and as many for V (optr_h).
+        learning_rate: Of the optimiser (optr_h).
+        device: cpu or cuda; the GPU where there is one when left out.
+    """
+    from residualquant.evals.tasks import MODEL_OF_TASK, TASKS
+    from residualquant.evals.texts import calibration_texts
+    from residualquant.models import load_model
+    from residualquant.repro.paths import show
+    from residualquant.rotation.calibration import calibrate as run
+    from residualquant.rotation.calibration import loss_table
+    from residualquant.rotation.optr_h import OptRHSettings
+
+    if task not in TASKS:
+        raise ValueError(f"unknown task {task!r}; known: {', '.join(TASKS)}")
+    (asked,) = kv.configs([config])
+    settings = OptRHSettings(steps=steps, learning_rate=learning_rate, seed=seed)
+    loaded = load_model(model or MODEL_OF_TASK[task], device=device)
+    texts = calibration_texts(loaded, task, examples, seed)
+    run(loaded, asked, *texts, out, task=task, settings=settings)
+    _print_table(loss_table(out))
+    print(f"{loaded.name}, {asked.label}, {asked.reference}: rotations in {show(out)}; losses are of held-out problems")
+
+
 def reproduce(profile: Profile = "mini", fresh: bool = False) -> None:
     """Compute every table and figure anew; an interrupted run goes on, a finished one is up to date.
 
@@ -230,6 +277,7 @@ def _print_table(rows: list[dict]) -> None:
 COMMANDS: dict[str, Callable[..., None]] = {
     "bits": bits,
     "train": train,
+    "calibrate": calibrate,
     "eval": evaluate,
     "reproduce": reproduce,
     "tables": tables,

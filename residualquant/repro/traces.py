@@ -74,27 +74,17 @@ class Trace:
             raise ResidualQuantError(f"{show(Path(path))} is truncated or not a trace: {error}") from error
 
 
-@torch.inference_mode()
 def visit_kv(model: Ouro, ids: list[int], visit: Callable[[int, int, Tensor, Tensor], None]) -> None:
     """Run ``ids`` through ``model`` once, calling ``visit(loop, layer, k, v)`` for each loop and layer (from 0).
 
-    k, v: [T, H, D], post-RoPE, rounded to BF16 (as the cache holds them) and given in the model's compute dtype;
-    attention uses the same rounded values. They may be views of buffers: copy what is to be kept.
+    k, v: [T, H, D], as :func:`residualquant.rotation.states.visit_states` gives them.
 
     Raises:
         ValueError: an empty prompt.
     """
-    from residualquant.models.ouro import causal_attention
+    from residualquant.rotation.states import visit_states
 
-    if not ids:
-        raise ValueError("the prompt is empty: got 0 tokens")
-
-    def attend(loop: int, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        k, v = (x.to(torch.bfloat16).to(q.dtype) for x in (k, v))
-        visit(loop, layer, k[0], v[0])
-        return causal_attention(loop, layer, q, k, v)
-
-    model(torch.tensor([ids], device=model.device), attend=attend, last_only=True)
+    visit_states(model, ids, lambda loop, layer, q, k, v: visit(loop, layer, k, v))
 
 
 def collect_trace(model: Ouro, ids: list[int], layer: int, head: int, prompt: str = "") -> Trace:
