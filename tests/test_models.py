@@ -157,6 +157,10 @@ def _rewrite(folder, change) -> None:
     save_file(weights, folder / "model.safetensors")
 
 
+def _store_as_integers(folder) -> None:
+    _rewrite(folder, lambda w: w.update({"lm_head.weight": w["lm_head.weight"].int()}))
+
+
 def _set(config: dict):
     def change(folder) -> None:
         file = folder / "config.json"
@@ -183,6 +187,13 @@ def _truncate(folder) -> None:
         (_set({"model_type": "llama"}), "model_type is 'llama'"),
         (_set({"num_attention_heads": 3}), "multiple of num_key_value_heads"),
         (_set({"num_hidden_layers": "two"}), "'two'"),
+        (_set({"num_hidden_layers": 10**12}), "implies 1000000000000 layers"),
+        (_set({"num_attention_heads": -1, "num_key_value_heads": -1}), "positive integer, got -1"),
+        (_set({"hidden_size": True}), "positive integer, got True"),
+        (_set({"rope_theta": "x"}), "rope_theta must be a positive number"),
+        (_set({"rms_norm_eps": float("nan")}), "rms_norm_eps must be a positive number"),
+        (_set({"max_position_embeddings": [1]}), "max_position_embeddings must be a positive integer"),
+        (_store_as_integers, "is stored as torch.int32"),
         (_set({"num_key_value_heads": 0}), "config.json of tiny cannot be used"),
         (lambda f: (f / "config.json").write_text("{"), "config.json of tiny cannot be used"),
         (lambda f: (f / "tokenizer.json").write_text("{"), "tokenizer.json of tiny cannot be used"),
@@ -207,9 +218,10 @@ def test_missing_gpu_is_said():
         load_model("mini-ouro-maths", device="cuda")
 
 
-def test_unknown_device_is_named():
-    with pytest.raises(ValueError, match="device must be cpu or cuda, got 'gpu'"):
-        load_model("mini-ouro-maths", device="gpu")
+@pytest.mark.parametrize("device", ["tpu", "mps", "meta"])
+def test_unknown_device_is_named(device):
+    with pytest.raises(ValueError, match=f"device must be cpu or cuda, got '{device}'"):
+        load_model("mini-ouro-maths", device=device)
 
 
 def test_a_full_disk_leaves_no_half_checkpoint(tmp_path, monkeypatch):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from pathlib import Path
 
 import torch
@@ -16,6 +17,8 @@ from residualquant.errors import ResidualQuantError
 from residualquant.models.ouro import Ouro, OuroConfig
 
 HUB_REVISIONS = {"ByteDance/Ouro-1.4B": "e3b1e0993b1231a51d6069a870476dda4162c00a"}
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def model_folder(name_or_path: str) -> Path:
@@ -68,6 +71,27 @@ def _read_weights(folder: Path) -> tuple[dict[str, torch.Tensor], str]:
     return weights, digest.hexdigest()
 
 
+def _check_numbers(config: OuroConfig) -> None:
+    """Raises ValueError where a number of config.json is no number that a model can have."""
+    for name, value in config.to_dict().items():
+        kind = type(getattr(OuroConfig(), name, None))
+        if kind is int and (type(value) is not int or value < 1):
+            raise ValueError(f"{name} must be a positive integer, got {value!r}")
+        if kind is float and (type(value) not in (int, float) or not 0 < value < math.inf):
+            raise ValueError(f"{name} must be a positive number, got {value!r}")
+
+
+def _empty_model(config: OuroConfig, weights: dict[str, torch.Tensor], name: str) -> Ouro:
+    """The model without values. Layers are counted first: building a wrong config.json's million takes hours."""
+    if config.num_hidden_layers > len(weights):
+        raise ResidualQuantError(f"{name}: config.json implies {config.num_hidden_layers} layers, too many for the file")
+    try:
+        with torch.device("meta"):
+            return Ouro(config)
+    except (RuntimeError, TypeError) as error:  # sizes that torch refuses
+        raise ResidualQuantError(f"config.json of {name} cannot be used: {error}") from error
+
+
 def _check_names(model: Ouro, weights: dict[str, torch.Tensor], name: str) -> None:
     wanted = {k: tuple(v.shape) for k, v in model.state_dict().items()}
     missing, foreign = sorted(wanted.keys() - weights.keys()), sorted(weights.keys() - wanted.keys())
@@ -81,15 +105,20 @@ def _check_names(model: Ouro, weights: dict[str, torch.Tensor], name: str) -> No
         found = tuple(weights[key].shape)
         if found != shape:
             raise ResidualQuantError(f"{name}: {key} has shape {found}, config.json implies {shape}")
+        if weights[key].dtype not in DTYPES:
+            raise ResidualQuantError(f"{name}: {key} is stored as {weights[key].dtype}, which is not supported")
         if not torch.isfinite(weights[key]).all():
             raise ResidualQuantError(f"{name}: {key} holds values that are not finite")
 
 
 def _device(name: str | torch.device) -> torch.device:
     try:
-        return torch.device(name)
-    except RuntimeError as error:
-        raise ValueError(f"device must be cpu or cuda, got {name!r}") from error
+        device = torch.device(name)
+    except RuntimeError:
+        device = None
+    if device is None or device.type not in ("cpu", "cuda"):
+        raise ValueError(f"device must be cpu or cuda, got {name!r}")
+    return device
 
 
 def _read_tokenizer(file: Path):
@@ -127,11 +156,11 @@ def load_model(
         if values.get("model_type") != "ouro":
             raise ValueError(f"model_type is {values.get('model_type')!r}, expected 'ouro'")
         config = OuroConfig.from_dict(values)
+        _check_numbers(config)
     except (ValueError, TypeError, AttributeError, ZeroDivisionError) as error:
         raise ResidualQuantError(f"config.json of {folder.name} cannot be used: {error}") from error
     weights, weights_hash = _read_weights(folder)
-    with torch.device("meta"):
-        model = Ouro(config)
+    model = _empty_model(config, weights, folder.name)
     _check_names(model, weights, folder.name)
     model.load_state_dict({k: v.to(device, dtype) for k, v in weights.items()}, assign=True)
     model.eval().requires_grad_(False)
