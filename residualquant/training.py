@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from residualquant.errors import ResidualQuantError
-from residualquant.evals.tasks import EOS_ID, PAD_ID, is_test_prompt, make_problem
+from residualquant.evals.tasks import EOS_ID, LEVELS, PAD_ID, TASKS, is_test_prompt, make_problem
 from residualquant.models import Ouro, OuroConfig, load_model, save_model
 
 PROMPT_WEIGHT = 0.02
@@ -64,6 +64,22 @@ class TrainConfig:
     seed: int = 0
     device: str = "cuda"
     compile: bool = True
+
+    def check(self) -> None:
+        """Raises ValueError for a setting that training would fail on, or wait for, later."""
+        positive = "hidden_size intermediate_size layers heads head_dim loops steps batch tokens warmup max_seconds"
+        for name in (*positive.split(), "learning_rate", "rope_theta"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ValueError(f"{name} must be above 0, got {getattr(self, name)}")
+        if self.workers < 0:
+            raise ValueError(f"workers must be at least 0, got {self.workers}")
+        if self.device.split(":")[0] not in ("cpu", "cuda"):
+            raise ValueError(f"device must be cpu or cuda, got {self.device!r}")
+        if not self.tasks or not set(self.tasks) <= set(TASKS):
+            raise ValueError(f"tasks must be some of {', '.join(TASKS)}, got {self.tasks}")
+        shares = self.level_weights
+        if not 0 < len(shares) <= len(LEVELS) or min(shares) < 0 or not any(shares):
+            raise ValueError(f"level_weights must be 1 to {len(LEVELS)} shares, not all 0, got {shares}")
 
 
 def build_tokenizer(config: TrainConfig):
@@ -116,8 +132,11 @@ class ProblemStream(torch.utils.data.IterableDataset):
         ids = torch.full((c.batch, c.tokens + 1), PAD_ID)
         weights = torch.zeros(c.batch, c.tokens + 1)
         levels = range(1, len(c.level_weights) + 1)
-        row = 0
+        row = tried = 0
         while row < c.batch:
+            tried += 1
+            if tried > 1000 and not row:
+                raise ResidualQuantError(f"no problem of these tasks and levels fits into {c.tokens} tokens")
             level = rng.choices(levels, c.level_weights)[0]
             problem = make_problem(rng.choice(c.tasks), level, rng.getrandbits(60))
             if is_test_prompt(problem.prompt):
@@ -197,9 +216,11 @@ def train(config: TrainConfig) -> Path:
     """Train, save and describe one model; returns its folder.
 
     Raises:
-        ResidualQuantError: no GPU where one was asked for, or a loss that is not finite.
+        ValueError: a setting out of its range.
+        ResidualQuantError: no GPU where one was asked for, no problem that fits, or a loss that is not finite.
     """
-    if config.device == "cuda" and not torch.cuda.is_available():
+    config.check()
+    if config.device.startswith("cuda") and not torch.cuda.is_available():
         raise ResidualQuantError("training was asked to run on 'cuda', but no CUDA GPU is visible here")
     torch.manual_seed(config.seed)
     torch.set_float32_matmul_precision("high")

@@ -102,3 +102,19 @@ def test_training_without_the_gpu_it_asks_for_is_refused():
         pytest.skip("there is a GPU")
     with pytest.raises(ResidualQuantError, match="no CUDA GPU"):
         train(dataclasses.replace(TINY, device="cuda"))
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [{"steps": 0}, {"batch": 0}, {"heads": 0}, {"warmup": 0}, {"workers": -1}, {"device": "tpu"}, {"tasks": ("wrods",)},
+     {"tasks": ()}, {"level_weights": ()}, {"level_weights": (0, 0)}, {"level_weights": (1,) * 10}],
+)  # fmt: skip
+def test_a_setting_out_of_range_is_refused_before_anything_is_written(tmp_path, setting):
+    with pytest.raises(ValueError, match=next(iter(setting))):
+        train(dataclasses.replace(TINY, out=tmp_path, **setting))
+    assert not list(tmp_path.iterdir())
+
+
+def test_problems_that_never_fit_are_said(tmp_path):
+    with pytest.raises(ResidualQuantError, match="fits into 5 tokens"):
+        train(dataclasses.replace(TINY, out=tmp_path, tokens=5, workers=0))
