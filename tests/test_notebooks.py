@@ -91,6 +91,22 @@ def test_wrong_types_are_refused(name, value):
         notebooks.run_notebook("10_table2", {name: value})
 
 
+@pytest.mark.parametrize("profile", ["nonsense", "../../../x"])
+def test_an_unknown_profile_makes_no_folder(home, profile):
+    write(home, "90_ok", ["profile = 'mini'"], tagged=True)
+    with pytest.raises(ValueError, match="unknown profile"):
+        notebooks.run_notebook("90_ok", {"profile": profile})
+    assert [p.name for p in home.iterdir()] == ["notebooks"]
+
+
+def test_a_missing_kernel_is_one_sentence(home, monkeypatch):
+    monkeypatch.setattr(notebooks, "KERNEL", "none-such")
+    write(home, "90_ok", ["n = 3\nprofile = 'tiny'"], tagged=True)
+    with pytest.raises(ResidualQuantError, match="90_ok: no Jupyter kernel 'none-such'"):
+        notebooks.run_notebook("90_ok")
+    assert files(home) == ["notebooks/90_ok.ipynb"]
+
+
 @pytest.mark.parametrize(
     ("source", "complaint"),
     [("n = 1 + 1", "may only hold"), ("n: int = 1", "may only hold"), ("if True:\n    n = 1", "may only hold")],

@@ -20,6 +20,7 @@ from typing import Any
 
 from residualquant.errors import ResidualQuantError
 from residualquant.repro import paths
+from residualquant.repro.profiles import profile_of
 
 KERNEL = "python3"
 QUIET = "--IPKernelApp.log_level=40"  # errors only
@@ -69,7 +70,8 @@ def check_parameters(path: Path, given: Mapping[str, Any]) -> None:
     """Refuse what papermill would let pass.
 
     Raises:
-        ValueError: a name that the notebook does not have, or a value of another type than its default.
+        ValueError: a name that the notebook does not have, a value of another type than its default, or an unknown
+            profile (it names a folder too).
     """
     known = parameters_of(path)
     for name, value in given.items():
@@ -78,6 +80,8 @@ def check_parameters(path: Path, given: Mapping[str, Any]) -> None:
         if not _fits(value, known[name]):
             kind = type(known[name]).__name__
             raise ValueError(f"parameter {name!r} of {path.stem} must be of type {kind}, got {value!r}")
+        if name == "profile":
+            profile_of(value)
 
 
 def _fits(value: Any, default: Any) -> bool:
@@ -121,6 +125,7 @@ def _execute(source: Path, target: Path, parameters: dict[str, Any]) -> None:
     import logging
 
     import papermill
+    from jupyter_client.kernelspec import NoSuchKernel
     from nbclient.exceptions import DeadKernelError
     from papermill.exceptions import PapermillExecutionError
 
@@ -135,6 +140,8 @@ def _execute(source: Path, target: Path, parameters: dict[str, Any]) -> None:
         raise ResidualQuantError(f"{source.stem}, cell {error.cell_index + 1}: {_headline(error)}") from error
     except DeadKernelError as error:
         raise ResidualQuantError(f"{source.stem}: its Python process died (out of memory, or killed)") from error
+    except NoSuchKernel as error:
+        raise ResidualQuantError(f"{source.stem}: no Jupyter kernel {KERNEL!r}: reinstall ipykernel") from error
 
 
 def _headline(error: Any) -> str:
@@ -191,9 +198,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 print(f"{name:18}" + ", ".join(f"{k} = {v!r}" for k, v in values))
         else:
             print(paths.show(run_notebook(chosen.name, {k: _literal(v) for k, v in chosen.parameter})))
-    except (ResidualQuantError, ValueError) as error:
+    except (ResidualQuantError, ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("error: interrupted", file=sys.stderr)
+        return 130
     return 0
 
 
