@@ -150,8 +150,11 @@ def test_killed_while_setting_committed_files_aside(home, monkeypatch):
     assert (aside / "claims.csv").read_bytes() == whole and (aside / "table2.csv").is_file()
 
 
-def test_a_damaged_marker_means_never_run(home):
-    paths.write_atomic(run.marker_path("tiny"), "{")
+@pytest.mark.parametrize(
+    "text", ["{", "[]", '{"state": []}', '{"state": "x"}', '{"state": "running"}', '{"state": "finished"}']
+)
+def test_a_damaged_marker_means_never_run(home, text):
+    paths.write_atomic(run.marker_path("tiny"), text)
     assert run.read_marker("tiny") == {"state": "never"}
 
 

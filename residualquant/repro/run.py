@@ -32,6 +32,13 @@ from residualquant.repro.records import Lock, Records, list_records
 Log = Callable[[str], None]
 
 
+_MARKER_FIELDS = {
+    "starting": set(),
+    "running": {"started"},
+    "finished": {"started", "finished", "fingerprint", "outputs"},
+}
+
+
 def marker_path(profile: str) -> Path:
     """``data/<profile>/.run.json``."""
     return paths.data_dir(profile) / ".run.json"
@@ -43,7 +50,10 @@ def read_marker(profile: str) -> dict:
         marker = json.loads(marker_path(profile).read_text())
     except (OSError, ValueError):
         return {"state": "never"}
-    return marker if isinstance(marker, dict) and "state" in marker else {"state": "never"}
+    if not isinstance(marker, dict):
+        return {"state": "never"}
+    needed = _MARKER_FIELDS.get(str(marker.get("state")))
+    return {"state": "never"} if needed is None or not needed <= marker.keys() else marker
 
 
 def _write_marker(profile: str, **content) -> None:
