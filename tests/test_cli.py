@@ -148,3 +148,12 @@ def test_eval_without_a_tokenizer_is_one_sentence(capsys, home, tiny_model):
     tiny_model.tokenizer = None
     code, _, err = call(capsys, "eval", "words", "--n", "2")
     assert code == 2 and err == "residualquant: the model tiny has no tokenizer.json beside its weights\n"
+
+
+@pytest.mark.parametrize(
+    "options", [("--max-new-tokens", "0"), ("--rotation", "optr_h"), ("--bits", "2", "2", "4"), ("--n", "0")]
+)
+def test_a_refused_eval_writes_nothing(capsys, home, tiny_model, options):
+    code, _, err = call(capsys, "eval", "words", "INT2 g=32", "--n", "1", *options)
+    assert code == 2 and err.startswith("residualquant: ") and err.count("\n") == 1
+    assert not list(home.rglob("*"))

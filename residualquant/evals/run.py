@@ -80,13 +80,22 @@ def evaluate(
         max_rows: most sequences decoded at once; the engine's own default when None.
 
     Raises:
-        ValueError: an unknown task, n < 1, no configuration, or one given twice.
+        ValueError: an unknown task, n or max_new_tokens below 1, no configuration, one given twice, or one that the
+            model cannot have. Nothing is written then.
         ResidualQuantError: the model has no tokenizer, another process writes the same file, or the disk is full.
     """
+    from residualquant.cache import loop_groups
+
     if n < 1 or not configs or len(set(configs)) < len(configs):
         raise ValueError(f"need n >= 1 and distinct configurations, got n={n} and {[c.label for c in configs]}")
     if model.tokenizer is None:
         raise ResidualQuantError(f"the model {model.name} has no tokenizer.json beside its weights")
+    if max_new_tokens is not None and max_new_tokens < 1:
+        raise ValueError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
+    if calibrated := [c.rotation for c in configs if c.rotation in ("oscar", "optr_h") and not c.is_off]:
+        raise ValueError(f"rotation {calibrated[0]!r} needs calibration, which an evaluation does not do")
+    for config in configs:
+        loop_groups(model.kv_shape, config)
     chosen = problems(task, n)
     limit = MAX_NEW_TOKENS[task] if max_new_tokens is None else max_new_tokens
     made = provenance(model.device.type)
