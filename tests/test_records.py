@@ -366,3 +366,12 @@ def test_killed_half_way_and_run_again_nothing_is_lost_or_computed_twice(tmp_pat
     finished = finished_name(path).read_bytes()
     assert "done" in start(0).communicate(timeout=120)[0]
     assert finished_name(path).read_bytes() == finished and not path.exists()
+
+
+@pytest.mark.parametrize("text", ["my notes\n", "no line end", "{}\n", "[" * 100_000 + "\n"])
+def test_a_file_that_is_no_records_is_left_alone(tmp_path, text):
+    path = tmp_path / "notes.jsonl"
+    path.write_text(text)
+    with pytest.raises(ResidualQuantError, match="holds no records"), Writer(path):
+        pass
+    assert path.read_text() == text

@@ -36,6 +36,7 @@ from residualquant.errors import ResidualQuantError
 from residualquant.repro.paths import show, write_atomic
 
 SCHEMA = 1
+_START = b'{"c'  # of every line, keys being sorted
 
 
 @dataclass(frozen=True)
@@ -91,7 +92,7 @@ def _open_seal(raw: bytes) -> dict:
     """The line's content. Raises ValueError saying what is wrong with it."""
     try:
         line = json.loads(raw)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError("it is cut off or not JSON") from error
     if not isinstance(line, dict) or _seal({k: v for k, v in line.items() if k != "check"}).strip() != raw.strip():
         raise ValueError("its checksum does not match")
@@ -317,7 +318,9 @@ class Writer:
 
     def _open(self) -> None:
         """Open the plain file for appending: repaired, or expanded from the finished file, if need be."""
-        _, text, _ = _read(self.path)
+        file, text, _ = _read(self.path)
+        if text and not text.startswith(_START) and not _without_damage(text):
+            raise ResidualQuantError(f"{show(file)} holds no records: move it away or name another file")
         write_atomic(self.path, _without_damage(text) if self.records.damage else text)
         self._file = os.open(self.path, os.O_WRONLY | os.O_APPEND)
 
