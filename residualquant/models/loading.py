@@ -84,7 +84,7 @@ def _check_numbers(config: OuroConfig) -> None:
 def _empty_model(config: OuroConfig, weights: dict[str, torch.Tensor], name: str) -> Ouro:
     """The model without values. Layers are counted first: building a wrong config.json's million takes hours."""
     if config.num_hidden_layers > len(weights):
-        raise ResidualQuantError(f"{name}: config.json implies {config.num_hidden_layers} layers, too many for the file")
+        raise ResidualQuantError(f"{name}: config.json implies {config.num_hidden_layers} layers, more than it has")
     try:
         with torch.device("meta"):
             return Ouro(config)
