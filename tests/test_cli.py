@@ -157,3 +157,9 @@ def test_a_refused_eval_writes_nothing(capsys, home, tiny_model, options):
     code, _, err = call(capsys, "eval", "words", "INT2 g=32", "--n", "1", *options)
     assert code == 2 and err.startswith("residualquant: ") and err.count("\n") == 1
     assert not list(home.rglob("*"))
+
+
+def test_tables_find_the_shipped_records_after_another_table_was_written(capsys, home):
+    assert call(capsys, "tables", "--only", "storage")[0] == 0
+    code, out, err = call(capsys, "tables", "--only", "table2")
+    assert (code, out) == (0, "data/mini/table2.csv\n"), err

@@ -32,7 +32,7 @@ def read_cells(
     profile = profile_of(profile)
     found: Cells = {}
     for task in profile.tasks if tasks is None else tasks:
-        records = read_records(paths.shipped_data_dir(profile.name) / "records" / records_name(profile, task))
+        records = read_records(paths.shipped_records_dir(profile.name) / records_name(profile, task))
         for method in profile.methods_of(task) if methods is None else methods:
             found[task, method] = _complete(records, profile, task, method)
     return found

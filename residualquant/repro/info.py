@@ -51,7 +51,7 @@ def _models() -> list[str]:
 
 def _state(profile: Profile) -> str:
     marker = read_marker(profile.name)
-    files = list_records(paths.shipped_data_dir(profile.name) / "records")
+    files = list_records(paths.shipped_records_dir(profile.name))
     sizes = ", ".join(f"{task} {n}" for task, n in profile.problems.items())
     run = {"never": "not run here", "finished": f"finished {marker.get('finished', '')}"}.get(
         marker["state"], "interrupted: `make reproduce` goes on"

@@ -55,6 +55,11 @@ def shipped_data_dir(profile: str) -> Path:
     return _shipped("data", profile)
 
 
+def shipped_records_dir(profile: str) -> Path:
+    """``data/<profile>/records`` as shipped: the workspace's own once it has any, whatever else lies beside them."""
+    return _shipped("data", profile, "records")
+
+
 def figures_dir(profile: str) -> Path:
     """``figures/<profile>``: pictures and the report page."""
     return workspace() / "figures" / profile

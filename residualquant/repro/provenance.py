@@ -142,7 +142,7 @@ def provenance_table(profile: str) -> pd.DataFrame:
     from residualquant.repro.records import Records, list_records
 
     rows: dict[str, dict] = {}
-    for file in list_records(paths.shipped_data_dir(profile) / "records"):
+    for file in list_records(paths.shipped_records_dir(profile)):
         for cell in Records(file).cells.values():
             row = _flat(cell.provenance) | {"device": cell.identity["device"], "dtype": cell.identity["dtype"]}
             row.pop("date", None)

@@ -101,7 +101,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
 
 
 def _measured_profiles() -> list[str]:
-    return [name for name in COMMITTED if (paths.shipped_data_dir(name) / "records").is_dir()]
+    return [name for name in COMMITTED if paths.shipped_records_dir(name).is_dir()]
 
 
 def fill(text: str) -> str:
