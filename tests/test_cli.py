@@ -163,3 +163,4 @@ def test_tables_find_the_shipped_records_after_another_table_was_written(capsys,
     assert call(capsys, "tables", "--only", "storage")[0] == 0
     code, out, err = call(capsys, "tables", "--only", "table2")
     assert (code, out) == (0, "data/mini/table2.csv\n"), err
+    assert call(capsys, "figures", "--only", "figure2")[0] == 0

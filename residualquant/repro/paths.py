@@ -50,9 +50,9 @@ def committed_dir(profile: str) -> Path:
     return data_dir(profile) / ".committed"
 
 
-def shipped_data_dir(profile: str) -> Path:
-    """``data/<profile>`` as shipped: the workspace's, or the copy inside an installed wheel."""
-    return _shipped("data", profile)
+def shipped_data_dir(profile: str, *parts: str) -> Path:
+    """``data/<profile>``, or a file in it, as shipped: the workspace's, or the copy inside an installed wheel."""
+    return _shipped("data", profile, *parts)
 
 
 def shipped_records_dir(profile: str) -> Path:

@@ -139,7 +139,7 @@ def kept_trace(profile: str) -> Trace:
     """
     from residualquant.repro.paths import shipped_data_dir
 
-    return Trace.load(shipped_data_dir(profile) / TRACE_FILE)
+    return Trace.load(shipped_data_dir(profile, TRACE_FILE))
 
 
 def figure_trace(
