@@ -7,10 +7,14 @@ Problems are made on the fly by worker processes; a problem whose prompt belongs
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import random
+import shutil
+import tempfile
 import time
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -227,26 +231,41 @@ def train(config: TrainConfig) -> Path:
     device = torch.device(config.device)
     model = _start(config).to(device).requires_grad_(True).train()
     tokenizer = model.tokenizer
-    folder = config.out / config.model
-    folder.mkdir(parents=True, exist_ok=True)
-    if config.init is not None:
-        for stem, suffix in (("train_log", ".jsonl"), ("train_config", ".json")):
-            (folder / f"{stem}_before{suffix}").write_bytes((config.init / f"{stem}{suffix}").read_bytes())
-    started = time.time()
-    with (folder / "train_log.jsonl").open("w") as log:
-        final = _optimise(model, config, tokenizer.to_str(), log)
-    save_model(model, folder, tokenizer)
-    settings = {k: v for k, v in asdict(config).items() if k != "out"} | {"init": config.init and config.init.name}
-    (folder / "train_config.json").write_text(json.dumps(settings, indent=2) + "\n")
-    summary = {
-        "parameters": sum(p.numel() for p in model.parameters()),
-        **final,
-        "total seconds": round(time.time() - started),
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU",
-        "torch": torch.__version__,
-    }
-    (folder / "README.md").write_text(_model_card(config, summary))
-    return folder
+    with _whole_folder(config.out / config.model) as folder:
+        if config.init is not None:
+            for stem, suffix in (("train_log", ".jsonl"), ("train_config", ".json")):
+                (folder / f"{stem}_before{suffix}").write_bytes((config.init / f"{stem}{suffix}").read_bytes())
+        started = time.time()
+        with (folder / "train_log.jsonl").open("w") as log:
+            final = _optimise(model, config, tokenizer.to_str(), log)
+        save_model(model, folder, tokenizer)
+        settings = {k: v for k, v in asdict(config).items() if k != "out"} | {"init": config.init and config.init.name}
+        (folder / "train_config.json").write_text(json.dumps(settings, indent=2) + "\n")
+        summary = {
+            "parameters": sum(p.numel() for p in model.parameters()),
+            **final,
+            "total seconds": round(time.time() - started),
+            "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU",
+            "torch": torch.__version__,
+        }
+        (folder / "README.md").write_text(_model_card(config, summary))
+    return config.out / config.model
+
+
+@contextlib.contextmanager
+def _whole_folder(folder: Path) -> Iterator[Path]:
+    """A hidden folder to fill, which becomes ``folder`` when all went well and is removed when not."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+    try:
+        yield partial
+        partial.chmod(0o755)
+        if folder.exists():
+            shutil.rmtree(folder)
+        partial.rename(folder)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
 
 
 def _optimise(model: Ouro, config: TrainConfig, tokenizer_json: str, log) -> dict:
@@ -265,30 +284,29 @@ def _optimise(model: Ouro, config: TrainConfig, tokenizer_json: str, log) -> dic
     )
     loss_function = torch.compile(looped_loss, dynamic=False) if config.compile else looped_loss
     started, step, tokens, ce = time.time(), 0, 0, torch.tensor(float("nan"))
-    bar = tqdm(total=config.steps, desc=config.model, mininterval=5)
-    for ids, weights in loader:
-        seconds = time.time() - started
-        if step >= config.steps or seconds > config.max_seconds:
-            break
-        rate = _learning_rate(config, step, seconds)
-        for group in optimiser.param_groups:
-            group["lr"] = rate
-        ids, weights = ids.to(device, non_blocking=True), weights.to(device, non_blocking=True)
-        with torch.autocast(device.type, torch.bfloat16):
-            loss, ce = loss_function(model, ids, weights, config)
-        optimiser.zero_grad(set_to_none=True)
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimiser.step()
-        step += 1
-        tokens += ids.numel()
-        if step % 250 == 0 or step == 1:
-            row = {"step": step, "seconds": round(seconds, 1), "loss": loss.item(), "last_loop_ce": ce.item()}
-            if not math.isfinite(row["loss"]):
-                raise ResidualQuantError(f"training diverged: the loss is {row['loss']} at step {step}")
-            log.write(json.dumps(row) + "\n")
-            log.flush()
-            bar.set_postfix(ce=f"{row['last_loop_ce']:.4f}")
-        bar.update(1)
-    bar.close()
+    with tqdm(total=config.steps, desc=config.model, mininterval=5) as bar:
+        for ids, weights in loader:
+            seconds = time.time() - started
+            if step >= config.steps or seconds > config.max_seconds:
+                break
+            rate = _learning_rate(config, step, seconds)
+            for group in optimiser.param_groups:
+                group["lr"] = rate
+            ids, weights = ids.to(device, non_blocking=True), weights.to(device, non_blocking=True)
+            with torch.autocast(device.type, torch.bfloat16):
+                loss, ce = loss_function(model, ids, weights, config)
+            optimiser.zero_grad(set_to_none=True)
+            loss.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimiser.step()
+            step += 1
+            tokens += ids.numel()
+            if step % 250 == 0 or step == 1:
+                row = {"step": step, "seconds": round(seconds, 1), "loss": loss.item(), "last_loop_ce": ce.item()}
+                if not math.isfinite(row["loss"]):
+                    raise ResidualQuantError(f"training diverged: the loss is {row['loss']} at step {step}")
+                log.write(json.dumps(row) + "\n")
+                log.flush()
+                bar.set_postfix(ce=f"{row['last_loop_ce']:.4f}")
+            bar.update(1)
     return {"steps": step, "tokens, millions": round(tokens / 1e6, 1), "last-loop cross-entropy": round(ce.item(), 4)}

@@ -118,3 +118,15 @@ def test_a_setting_out_of_range_is_refused_before_anything_is_written(tmp_path, 
 def test_problems_that_never_fit_are_said(tmp_path):
     with pytest.raises(ResidualQuantError, match="fits into 5 tokens"):
         train(dataclasses.replace(TINY, out=tmp_path, tokens=5, workers=0))
+
+
+def test_training_that_fails_leaves_no_folder(tmp_path, monkeypatch):
+    import residualquant.training as training
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(training, "save_model", full)
+    with pytest.raises(OSError, match="No space left"):
+        train(dataclasses.replace(TINY, out=tmp_path))
+    assert list(tmp_path.iterdir()) == []
