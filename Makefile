@@ -72,8 +72,8 @@ figure5: $(READY)  ## Figure 5 (key magnitudes of every loop against the last)
 report: $(READY)  ## One self-contained HTML page with every table and figure, the paper beside ours
 	$(RUN) report --profile $(PROFILE)
 
-lab: $(READY)  ## Open the notebooks in JupyterLab
-	$(ENV)/bin/jupyter lab notebooks
+lab: $(READY)  ## Open the notebooks in JupyterLab (ARGS="--no-browser" and so on are handed on)
+	$(ENV)/bin/jupyter lab notebooks $(ARGS)
 
 # Two runs per model, the second on harder problems; what a run is not told is its default.
 FIRST := data/runs/train/first
