@@ -1,5 +1,6 @@
 """Pictures: the same bytes twice, no dates, every label drawn, traces kept whole; one vector followed and back."""
 
+import contextlib
 import dataclasses
 import re
 
@@ -18,17 +19,22 @@ N = 6
 TINY = profiles.Profile("tiny", {"words": N, "algebra": N})
 
 
-@pytest.fixture(scope="module")
-def home(tmp_path_factory):
-    """A workspace with stand-in records and a trace."""
+@contextlib.contextmanager
+def tiny_home(home):
+    """Folder ``home`` as a workspace with stand-in records and a trace of the profile "tiny"."""
     with pytest.MonkeyPatch.context() as patch:
-        home = tmp_path_factory.mktemp("home")
         patch.setenv("RESIDUALQUANT_HOME", str(home))
         patch.setitem(profiles.PROFILES, "tiny", TINY)
         patch.setattr(profiles, "_lack_of_model", lambda name: "")
         stand_ins.install(patch, TINY.tasks, N)
         cells.compute_cells(TINY, progress=False)
         make_trace().save(home / "data" / "tiny" / traces.TRACE_FILE)
+        yield home
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    with tiny_home(tmp_path_factory.mktemp("home")) as home:
         yield home
 
 

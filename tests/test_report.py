@@ -5,11 +5,10 @@ from html.parser import HTMLParser
 
 import pandas as pd
 import pytest
-import stand_ins
-from test_plots import TINY, N, make_trace
+from test_plots import tiny_home
 
 from residualquant.errors import ResidualQuantError
-from residualquant.repro import cells, markup, paths, profiles, report, traces
+from residualquant.repro import markup, paths, report, traces
 
 
 class Page(HTMLParser):
@@ -38,14 +37,7 @@ class Page(HTMLParser):
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory):
-    with pytest.MonkeyPatch.context() as patch:
-        home = tmp_path_factory.mktemp("home")
-        patch.setenv("RESIDUALQUANT_HOME", str(home))
-        patch.setitem(profiles.PROFILES, "tiny", TINY)
-        patch.setattr(profiles, "_lack_of_model", lambda name: "")
-        stand_ins.install(patch, TINY.tasks, N)
-        cells.compute_cells(TINY, progress=False)
-        make_trace().save(home / "data" / "tiny" / traces.TRACE_FILE)
+    with tiny_home(tmp_path_factory.mktemp("home")) as home:
         yield home
 
 
