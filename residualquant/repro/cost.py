@@ -10,9 +10,7 @@ from residualquant.repro.provenance import provenance
 
 def disk_bytes(profile: str) -> int:
     """Bytes of a profile's data and figures (hidden files, such as what an earlier run left to compare with, aside)."""
-    tops = (paths.data_dir(profile), paths.figures_dir(profile))
-    files = [(f, f.relative_to(top).parts) for top in tops for f in top.rglob("*") if f.is_file()]
-    return sum(f.stat().st_size for f, parts in files if not any(part.startswith(".") for part in parts))
+    return sum(file.stat().st_size for file in paths.visible_outputs(profile))
 
 
 def write_cost(profile: str, seconds: float, device: str) -> None:

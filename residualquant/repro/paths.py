@@ -117,3 +117,10 @@ def show(path: Path) -> str:
     """``path`` as written in messages: relative to the workspace where it lies inside it."""
     path = Path(path)
     return str(path.relative_to(workspace())) if path.is_relative_to(workspace()) else str(path)
+
+
+def visible_outputs(profile: str) -> list[Path]:
+    """Every file under the profile's data and figures, sorted; hidden ones and those in hidden folders left out."""
+    tops = (data_dir(profile), figures_dir(profile))
+    files = ((f, f.relative_to(top).parts) for top in tops for f in sorted(top.rglob("*")) if f.is_file())
+    return [f for f, parts in files if not any(part.startswith(".") for part in parts)]

@@ -73,12 +73,9 @@ def fingerprint(profile: Profile) -> str:
 
 def _outputs(profile: str) -> dict[str, str]:
     """{path: sha256} of every file of the profile under data/ and figures/, hidden ones left out."""
-    found = {}
-    for top in (paths.data_dir(profile), paths.figures_dir(profile)):
-        for file in sorted(top.rglob("*")):
-            if file.is_file() and not any(part.startswith(".") for part in file.relative_to(top).parts):
-                found[paths.show(file)] = hashlib.sha256(file.read_bytes()).hexdigest()
-    return found
+    return {
+        paths.show(file): hashlib.sha256(file.read_bytes()).hexdigest() for file in paths.visible_outputs(profile)
+    }
 
 
 def reproduce(profile: str | Profile = "mini", fresh: bool = False, log: Log = print) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 
-from residualquant.evals.tasks.problem import Problem, rng_for
+from residualquant.evals.tasks.problem import Problem, ancestry, rng_for
 
 LETTERS = "abcdefghkmnpqrstuvwxyzABCDEFGHKMNPQRSTUVWXYZ"
 # level: (letters defined, steps from the first known number to the answer, largest constant); the first two are
@@ -72,10 +72,7 @@ def make(level: int, seed: int | str) -> Problem:
         definitions.append(text)
     r.shuffle(definitions)
     asked = names[depth]
-    chain, name = [], asked
-    while name is not None:
-        chain.append(name)
-        name = parent[name]
+    chain = ancestry(asked, parent)
     lines = [" " + " < ".join(chain), *(step[n] for n in reversed(chain))]
     if r.random() < 0.3:
         below = r.choice(known)

@@ -34,3 +34,11 @@ def rng_for(task: str, level: int, seed: int | str) -> random.Random:
 def is_test_prompt(prompt: str) -> bool:
     """Whether a prompt belongs to the test split: 1 in 32, by hash, so no prompt is in both splits."""
     return hashlib.sha256(prompt.encode()).digest()[0] < 8
+
+
+def ancestry(name: str, parent: dict[str, str | None]) -> list[str]:
+    """``name``, the one it is defined from, and so on to the one that is simply given (whose parent is None)."""
+    chain = [name]
+    while (above := parent[chain[-1]]) is not None:
+        chain.append(above)
+    return chain

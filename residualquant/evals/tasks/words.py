@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 
-from residualquant.evals.tasks.problem import Problem, rng_for
+from residualquant.evals.tasks.problem import Problem, ancestry, rng_for
 
 NAMES = (
     "Ann Bob Cal Dan Eve Fay Gus Hal Ian Joy Kim Lee Max Ned Oda Pam Quin Ray Sue Tom Uma Vic Wes Xia Yan Zoe "
@@ -69,11 +69,8 @@ def make(level: int, seed: int | str) -> Problem:
             value[name], fact, step[name] = _relate(r, name, other, value[other], item, largest)
         facts.append(fact)
     r.shuffle(facts)
-    chain, name = [], names[depth]
-    while name is not None:
-        chain.append(name)
-        name = parent[name]
     asked = names[depth]
+    chain = ancestry(asked, parent)
     answer = str(value[asked])
     prompt = f"Question: {' '.join(facts)} How many {item} does {asked} have?\nAnswer:"
     lines = [" " + " < ".join(chain) + ".", *(step[n] for n in reversed(chain)), f"#### {answer}"]
