@@ -16,7 +16,7 @@ from torch import Tensor
 
 from residualquant.attention import attend_one, count_unusable, to_bf16
 from residualquant.config import KVQuantConfig
-from residualquant.models.ouro import KVShape
+from residualquant.models.base import KVShape
 from residualquant.residual import PackedKV, concatenate, decode, encode, reconstruct
 from residualquant.rotation import Rotation, rotation_for
 

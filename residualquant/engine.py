@@ -21,13 +21,12 @@ from torch import Tensor
 from residualquant.attention import attend_prompt, compute_dtype, make_finite, rotate, rotate_back, to_bf16
 from residualquant.cache import DecodeCache, LayerRotations, RotationMap, loop_groups, reconstruct_all
 from residualquant.config import RAW_BITS, KVQuantConfig, preset
-from residualquant.models.ouro import Ouro
+from residualquant.models.base import LoopedModel
 
 MAX_ROWS = {"cpu": 544, "cuda": 4096}
 LANE_ROWS = {"cpu": 68, "cuda": 1024}
 CPU_MEMORY = 4 * 2**30
 CUDA_MEMORY_FRACTION = 0.7
-STOP_TOKENS = ("<eos>", "<|endoftext|>", "<|im_end|>", "</s>")
 
 
 @dataclass(frozen=True)
@@ -47,7 +46,7 @@ class Completion:
 
 
 def iter_decode(
-    model: Ouro,
+    model: LoopedModel,
     prompts: Sequence[Sequence[int]],
     configs: Sequence[KVQuantConfig],
     max_new_tokens: int,
@@ -86,7 +85,7 @@ def iter_decode(
 
 
 def generate(
-    model: Ouro,
+    model: LoopedModel,
     prompts: str | Sequence[str],
     config: KVQuantConfig | str = "INT2/4 g=32",
     max_new_tokens: int = 256,
@@ -115,10 +114,9 @@ def generate(
     if isinstance(config, str):
         config = preset(config, loops=model.kv_shape.loops)
     ids = [model.tokenizer.encode(text).ids for text in texts]
-    stops = {i for i in map(model.tokenizer.token_to_id, STOP_TOKENS) if i is not None}
     answers = [""] * len(texts)
     given = {} if rotations is None else {0: rotations}
-    for done in iter_decode(model, ids, [config], max_new_tokens, stops, rotations=given, progress=progress):
+    for done in iter_decode(model, ids, [config], max_new_tokens, model.stop_ids, rotations=given, progress=progress):
         answers[done.prompt_index] = model.tokenizer.decode(done.tokens)
     return answers
 

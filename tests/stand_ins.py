@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import torch
 
 from residualquant.evals.tasks import problems
-from residualquant.models.ouro import KVShape
+from residualquant.models.base import KVShape
 
 
 class TextTokenizer:

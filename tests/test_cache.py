@@ -7,7 +7,8 @@ from residualquant import layout
 from residualquant.attention import PackedAttention, attend_past_and_step, attend_prompt, rotate, rotate_back, to_bf16
 from residualquant.cache import DecodeCache, LayerRotations, PackedCache, reconstruct_all
 from residualquant.config import KVQuantConfig, preset
-from residualquant.models.ouro import KVShape, Ouro, OuroConfig
+from residualquant.models.base import KVShape
+from residualquant.models.ouro import Ouro, OuroConfig
 from residualquant.residual import encode
 from residualquant.rotation import Rotation
 

@@ -19,7 +19,8 @@ from residualquant.engine import iter_decode
 from residualquant.errors import ResidualQuantError
 from residualquant.evals.tasks import is_test_prompt, problems
 from residualquant.evals.texts import calibration_texts, training_texts
-from residualquant.models.ouro import Ouro, OuroConfig, causal_attention
+from residualquant.models.base import causal_attention
+from residualquant.models.ouro import Ouro, OuroConfig
 from residualquant.rotation import calibration
 from residualquant.rotation.calibration import calibrate, load_rotations, loss_table, rotations_hash
 from residualquant.rotation.measure import attention_errors

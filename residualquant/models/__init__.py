@@ -1,6 +1,7 @@
 """Looped models, and how their weights are found and checked."""
 
+from residualquant.models.base import KVShape, LoopedModel, LoopedOutput
 from residualquant.models.loading import load_model, save_model
-from residualquant.models.ouro import KVShape, Ouro, OuroConfig, OuroOutput
+from residualquant.models.ouro import Ouro, OuroConfig
 
-__all__ = ["KVShape", "Ouro", "OuroConfig", "OuroOutput", "load_model", "save_model"]
+__all__ = ["KVShape", "LoopedModel", "LoopedOutput", "Ouro", "OuroConfig", "load_model", "save_model"]

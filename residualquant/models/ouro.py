@@ -1,8 +1,7 @@
 """Ouro (the looped language model of the paper's Sec. 2.2) in plain PyTorch.
 
 The same N layers run L times ("loops"). The final norm follows every loop; its output feeds the next loop, the
-exit gate and, after the last loop, the language-model head. Attention itself is passed in as a function, so the
-model knows nothing about caches, padding or quantisation: whoever calls it decides what the past looks like.
+exit gate and, after the last loop, the language-model head.
 
 Parameter names are those of the published checkpoints (``model.layers.N.self_attn.q_proj.weight`` …).
 """
@@ -16,17 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-Attend = Callable[[int, int, Tensor, Tensor, Tensor], Tensor]
-
-
-@dataclass(frozen=True)
-class KVShape:
-    """Size of one token's KV cache: K and V, each [loops, layers, kv_heads, head_dim]."""
-
-    loops: int
-    layers: int
-    kv_heads: int
-    head_dim: int
+from residualquant.models.base import Attend, KVShape, LoopedModel, LoopedOutput, RMSNorm, causal_attention
 
 
 @dataclass(frozen=True)
@@ -71,24 +60,6 @@ class OuroConfig:
         return asdict(self)
 
 
-@dataclass
-class OuroOutput:
-    """``logits`` [B, T, V] (or [B, 1, V]) FP32 after the last loop; ``exit_probabilities`` [L, B, T] FP32, sum 1."""
-
-    logits: Tensor
-    exit_probabilities: Tensor
-
-
-class RMSNorm(nn.Module):
-    def __init__(self, size: int, eps: float):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(size))
-        self.eps = eps
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.weight * F.rms_norm(x.float(), (x.shape[-1],), eps=self.eps).to(self.weight.dtype)
-
-
 def rotary_tables(positions: Tensor, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
     """cos and sin [B, T, 1, D] FP32 of split-half rotary embeddings at ``positions`` [B, T]."""
     exponents = torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float32) / head_dim
@@ -102,13 +73,6 @@ def apply_rotary(x: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
     cos, sin = tables
     first, second = x.chunk(2, dim=-1)
     return (x * cos.to(x.dtype)) + torch.cat([-second, first], dim=-1) * sin.to(x.dtype)
-
-
-def causal_attention(loop: int, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Plain causal attention within the tokens given, no past and no padding. q [B, T, Hq, D], k, v [B, T, H, D]."""
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
-    return out.transpose(1, 2)
 
 
 class OuroAttention(nn.Module):
@@ -165,12 +129,10 @@ class OuroTrunk(nn.Module):
         self.early_exit_gate = nn.Linear(c.hidden_size, 1)
 
 
-class Ouro(nn.Module):
+class Ouro(LoopedModel):
     """A looped language model. See the module's docstring; build one with :func:`residualquant.load_model`."""
 
-    tokenizer = None
     name = "ouro"
-    weights_hash = "random"
 
     def __init__(self, config: OuroConfig):
         super().__init__()
@@ -185,19 +147,6 @@ class Ouro(nn.Module):
     def kv_shape(self) -> KVShape:
         c = self.config
         return KVShape(c.total_ut_steps, c.num_hidden_layers, c.num_key_value_heads, c.head_dim)
-
-    @property
-    def device(self) -> torch.device:
-        return self.lm_head.weight.device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.lm_head.weight.dtype
-
-    def kv_bytes_per_token(self, bits_per_element: float = 16.0) -> float:
-        """Bytes of K and V of one token over all loops and layers at ``bits_per_element`` (16 = BF16)."""
-        s = self.kv_shape
-        return 2 * s.loops * s.layers * s.kv_heads * s.head_dim * bits_per_element / 8
 
     def hidden_states(
         self, ids: Tensor, positions: Tensor | None = None, attend: Attend | None = None, loops: int | None = None
@@ -244,9 +193,9 @@ class Ouro(nn.Module):
         attend: Attend | None = None,
         loops: int | None = None,
         last_only: bool = False,
-    ) -> OuroOutput:
+    ) -> LoopedOutput:
         """Logits after the last loop, of every token or (``last_only``) of the last one. Arguments as above."""
         states = self.hidden_states(ids, positions, attend, loops)
         if last_only:
             states = [h[:, -1:] for h in states]
-        return OuroOutput(self.lm_head(states[-1]).float(), self.exit_probabilities(states))
+        return LoopedOutput(self.lm_head(states[-1]).float(), self.exit_probabilities(states))

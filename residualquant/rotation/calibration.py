@@ -340,7 +340,7 @@ def load_rotations(folder: str | Path, model: Ouro, cfg: KVQuantConfig) -> Rotat
         ResidualQuantError: no calibration, a damaged or unfinished one, or one of another model, shape or
             configuration.
     """
-    from residualquant.models.ouro import KVShape
+    from residualquant.models.base import KVShape
 
     artefact = _Artefact.read(Path(folder))
     about, where = artefact.about, show(Path(folder))

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from residualquant.attention import to_bf16
-from residualquant.models.ouro import causal_attention
+from residualquant.models.base import causal_attention
 
 if TYPE_CHECKING:
     from residualquant.models import Ouro
