@@ -220,9 +220,7 @@ class _Decoder:
         lanes = max(1, min(rows // (per_lane * width), memory_bytes // (per_lane * prompt_bytes)))
         return min(lanes, -(-len(self.prompts) // per_lane)), per_lane
 
-    def run(
-        self, lane_count: int, per_lane: int, progress: bool, skip: set[tuple[int, int]]
-    ) -> Iterator[Completion]:
+    def run(self, lane_count: int, per_lane: int, progress: bool, skip: set[tuple[int, int]]) -> Iterator[Completion]:
         """Admit, step and collect until every sequence has been yielded."""
         from tqdm.auto import tqdm
 

@@ -101,7 +101,7 @@ class Picture:
 
 
 def method_of(row: pd.Series) -> str:
-    """"bf16" or a key of ``METHODS`` for a row of ``table2.csv``; "other" for what the pictures have no place for."""
+    """ "bf16" or a key of ``METHODS`` for a row of ``table2.csv``; "other" for what the pictures have no place for."""
     if float(row["effective_bits"]) == 16:
         return "bf16"
     coded = row["reference"], row["coefficient"]
@@ -112,7 +112,7 @@ def method_of(row: pd.Series) -> str:
 
 
 def precision_of(row: pd.Series) -> str:
-    """"2224 g32" and the like for a row of ``table2.csv``; "16" for BF16."""
+    """ "2224 g32" and the like for a row of ``table2.csv``; "16" for BF16."""
     if float(row["effective_bits"]) == 16:
         return "16"
     digits = "".join(c for c in str(row["bits_per_loop"]) if c.isdigit())
@@ -136,7 +136,7 @@ BENCHMARK_NAMES = {"gsm8k": "GSM8K", "math500": "MATH500", "humaneval": "HumanEv
 
 
 def benchmark_title(benchmark: str) -> str:
-    """"words, standing for GSM8K" for a task of the shipped minis; the benchmark's own name for anything else."""
+    """ "words, standing for GSM8K" for a task of the shipped minis; the benchmark's own name for anything else."""
     from residualquant.evals.tasks import STANDS_FOR
 
     name = STANDS_FOR.get(benchmark, benchmark)
@@ -158,8 +158,16 @@ def _table2_panel(axis: Axes, rows: pd.DataFrame, title: str) -> None:
         x = [i + (k - 1.5) * 0.2 for i in range(len(PRECISIONS))]
         axis.vlines(x, part["ci_low"], part["ci_high"], color=colour, linewidth=1.6, zorder=2)
         axis.plot(x, part["accuracy_pct"], marker, color=colour, zorder=3, markersize=4.6)
-        axis.plot([v + 0.065 for v in x], part["paper_pct"], "D", markerfacecolor="white", markeredgecolor=colour,
-                  markersize=3.2, markeredgewidth=0.8, zorder=4)
+        axis.plot(
+            [v + 0.065 for v in x],
+            part["paper_pct"],
+            "D",
+            markerfacecolor="white",
+            markeredgecolor=colour,
+            markersize=3.2,
+            markeredgewidth=0.8,
+            zorder=4,
+        )
     for i in range(1, len(PRECISIONS)):
         axis.axvline(i - 0.5, color=PALE, linewidth=0.8, zorder=0)
     axis.set_xticks(range(len(PRECISIONS)), [PRECISION_LABELS[p] for p in PRECISIONS])
@@ -175,8 +183,16 @@ def _method_legend(figure: Figure, columns: int) -> None:
     handles += [
         Line2D([], [], color=INK, linewidth=0.9, label="BF16, ours"),
         Line2D([], [], color=GREY, linewidth=0.8, linestyle=(0, (4, 2)), label="BF16, paper"),
-        Line2D([], [], color="none", marker="D", markersize=3.6, markerfacecolor="white", markeredgecolor=GREY,
-               label="paper (Ouro-1.4B)"),
+        Line2D(
+            [],
+            [],
+            color="none",
+            marker="D",
+            markersize=3.6,
+            markerfacecolor="white",
+            markeredgecolor=GREY,
+            label="paper (Ouro-1.4B)",
+        ),
     ]
     figure.legend(handles=handles, loc="outside lower center", ncols=columns)
 
@@ -199,7 +215,7 @@ def draw_table2(table: pd.DataFrame) -> Picture:
         axes = figure.subplots(lines, columns, sharey=True, squeeze=False).ravel()
         for axis, benchmark in zip(axes, benchmarks):
             _table2_panel(axis, rows[rows["benchmark"] == benchmark], benchmark_title(benchmark))
-        for axis in axes[len(benchmarks):]:
+        for axis in axes[len(benchmarks) :]:
             axis.set_visible(False)
         for axis in axes[::columns]:
             axis.set_ylabel("accuracy, %")
@@ -223,8 +239,16 @@ def _pareto_panel(axis: Axes, points: pd.DataFrame, column: str, title: str) -> 
         for _, point in part.iterrows():
             face = colour if "g32" in point["precision"] else "white"
             shape = "o" if point["precision"].startswith("2222") else "s"
-            axis.plot(point["effective_bits"], point[column], shape, markerfacecolor=face, markeredgecolor=colour,
-                      markeredgewidth=1, markersize=4.8, zorder=3)
+            axis.plot(
+                point["effective_bits"],
+                point[column],
+                shape,
+                markerfacecolor=face,
+                markeredgecolor=colour,
+                markeredgewidth=1,
+                markersize=4.8,
+                zorder=3,
+            )
     axis.set_xlim(2.38, 3.6)
     axis.set_xlabel("effective bits per element")
     axis.set_title(title)
@@ -246,10 +270,15 @@ def draw_pareto(table_mean: pd.DataFrame) -> Picture:
         _pareto_panel(right, points, "paper_pct", "Paper, Ouro-1.4B, mean of four")
         left.set_ylabel("mean accuracy, %")
         handles = [Line2D([], [], color=c, linewidth=2, label=n) for n, c, _ in METHODS.values()]
-        for shape, face, name in (("o", GREY, "INT2 g=32"), ("o", "white", "INT2 g=16"),
-                                  ("s", GREY, "INT2/4 g=32"), ("s", "white", "INT2/4 g=16")):
-            handles.append(Line2D([], [], color="none", marker=shape, markerfacecolor=face, markeredgecolor=GREY,
-                                  label=name))
+        for shape, face, name in (
+            ("o", GREY, "INT2 g=32"),
+            ("o", "white", "INT2 g=16"),
+            ("s", GREY, "INT2/4 g=32"),
+            ("s", "white", "INT2/4 g=16"),
+        ):
+            handles.append(
+                Line2D([], [], color="none", marker=shape, markerfacecolor=face, markeredgecolor=GREY, label=name)
+            )
         figure.legend(handles=handles, loc="outside lower center", ncols=4)
     return Picture(figure, "Mean accuracy against effective bits per element, ours and the paper's")
 
@@ -282,10 +311,26 @@ def draw_figure1_left(table: pd.DataFrame) -> Picture:
             row, (_, colour) = rows.loc[step], STEP_LABELS[step]
             axis.bar(x, row["accuracy_pct"], width=0.68, color=colour, zorder=2)
             axis.vlines(x, row["ci_low"], row["ci_high"], color=GREY, linewidth=1, zorder=3)
-            axis.plot(x, row["paper_pct"], "D", markerfacecolor="white", markeredgecolor=INK, markeredgewidth=0.9,
-                      markersize=4, zorder=4)
-            axis.annotate(f"{row['accuracy_pct']:.1f}", (x, row["ci_high"]), xytext=(0, 2), ha="center", va="bottom",
-                          textcoords="offset points", fontsize=7, fontweight="bold")
+            axis.plot(
+                x,
+                row["paper_pct"],
+                "D",
+                markerfacecolor="white",
+                markeredgecolor=INK,
+                markeredgewidth=0.9,
+                markersize=4,
+                zorder=4,
+            )
+            axis.annotate(
+                f"{row['accuracy_pct']:.1f}",
+                (x, row["ci_high"]),
+                xytext=(0, 2),
+                ha="center",
+                va="bottom",
+                textcoords="offset points",
+                fontsize=7,
+                fontweight="bold",
+            )
         labels = [f"{STEP_LABELS[s][0]}\n{rows.loc[s, 'effective_bits']:.2g} bit" for s in rows.index]
         axis.set_xticks(range(len(rows)), labels, fontsize=6)
         axis.set_ylim(0, 109)
@@ -300,8 +345,11 @@ def draw_figure1_left(table: pd.DataFrame) -> Picture:
 
 
 def _stacked_bits(axis: Axes, bars: pd.DataFrame) -> None:
-    parts = (("codes_bits", "codes", "#134e7e"), ("metadata_bits", "FP8 scale + offset", "#7fb9dd"),
-             ("coefficient_bits", "coefficient", "#f0a37a"))
+    parts = (
+        ("codes_bits", "codes", "#134e7e"),
+        ("metadata_bits", "FP8 scale + offset", "#7fb9dd"),
+        ("coefficient_bits", "coefficient", "#f0a37a"),
+    )
     y = range(len(bars))
     left = [0.0] * len(bars)
     for column, name, colour in parts:
