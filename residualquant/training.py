@@ -48,7 +48,7 @@ class TrainConfig:
     init: Path | None = None
     """Folder of a checkpoint to go on from, with its tokenizer; the shape settings below are then the checkpoint's."""
     new_tokenizer: bool = False
-    """With --init, for other tasks than the checkpoint's: a tokenizer of these; what both know keeps its embedding."""
+    """With init: a tokenizer of these tasks replaces the checkpoint's; tokens that both have keep their embedding."""
     out: Path = Path("data/runs/train")
     """Folder that will hold the model's folder."""
     hidden_size: int = 256
@@ -364,22 +364,15 @@ def _start(config: TrainConfig) -> LoopedModel:
 
 @torch.no_grad()
 def _change_tokenizer(model: LoopedModel, tokenizer) -> None:
-    """Give ``model`` another tokenizer of as many tokens: those of both keep their rows, others get freed rows.
-
-    Raises:
-        ValueError: another number of tokens.
-    """
+    """Give ``model`` another tokenizer of as many tokens; those that the old one lacks get the embeddings it frees."""
     old, new = model.tokenizer.get_vocab(), tokenizer.get_vocab()
     if len(old) != len(new):
-        raise ValueError(f"vocab_size must be the checkpoint's {len(old)} tokens, got {len(new)}")
-    freed = iter(sorted(old[token] for token in old.keys() - new.keys()))
-    rows = {
-        i: old[token] if token in old else next(freed) for token, i in sorted(new.items(), key=lambda item: item[1])
-    }
-    order = [rows[i] for i in range(len(new))]
-    for name, p in model.named_parameters():
-        if p.shape[0] == len(new) and name.endswith(("wte.weight", "embed_tokens.weight", "lm_head.weight")):
-            p.copy_(p[order].clone())
+        raise ValueError(f"the new tokenizer must have {len(old)} tokens as the checkpoint's, got {len(new)}")
+    freed = iter(sorted(old.keys() - new.keys()))
+    order = [old[token] if token in old else old[next(freed)] for token in sorted(new, key=new.get)]
+    embeddings = [m.weight for m in model.modules() if isinstance(m, nn.Embedding)] + [model.lm_head.weight]
+    for weight in {id(w): w for w in embeddings}.values():
+        weight.copy_(weight[order])
     model.tokenizer = tokenizer
 
 
