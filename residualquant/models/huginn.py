@@ -207,6 +207,7 @@ class Huginn(LoopedModel):
     """A recurrent-depth language model. See the module's docstring; build one with `residualquant.load_model`."""
 
     name = "huginn"
+    family = "huginn"
     state_seed = 0  # of the initial state at inference: with it, decoding token by token equals one pass
 
     def __init__(self, config: HuginnConfig):
