@@ -111,7 +111,7 @@ def evaluate(
             compressed: .gz is added to its name.
     """
     from residualquant.evals.run import evaluate as run
-    from residualquant.evals.tasks import MODEL_OF_TASK, TASKS
+    from residualquant.evals.tasks import MODELS, TASKS
     from residualquant.models import load_model
     from residualquant.repro.paths import runs_dir, show
     from residualquant.repro.records import finished_name
@@ -120,7 +120,7 @@ def evaluate(
     if task not in TASKS:
         raise ValueError(f"unknown task {task!r}; known: {', '.join(TASKS)}")
     configs = kv.configs(labels)
-    loaded = load_model(model or MODEL_OF_TASK[task], device=device)
+    loaded = load_model(model or MODELS["ouro"][task], device=device)
     records = records or runs_dir("eval") / f"{loaded.name}.{task}.jsonl"
     cells = run(loaded, task, configs, n, records, max_new_tokens=max_new_tokens)
     rows = []
@@ -172,7 +172,7 @@ def calibrate(
         learning_rate: Of the optimiser (optr_h).
         device: cpu or cuda; the GPU where there is one when left out.
     """
-    from residualquant.evals.tasks import MODEL_OF_TASK, TASKS
+    from residualquant.evals.tasks import MODELS, TASKS
     from residualquant.evals.texts import calibration_texts
     from residualquant.models import load_model
     from residualquant.repro.paths import show
@@ -184,7 +184,7 @@ def calibrate(
         raise ValueError(f"unknown task {task!r}; known: {', '.join(TASKS)}")
     (asked,) = kv.configs([config])
     settings = OptRHSettings(steps=steps, learning_rate=learning_rate, seed=seed)
-    loaded = load_model(model or MODEL_OF_TASK[task], device=device)
+    loaded = load_model(model or MODELS["ouro"][task], device=device)
     texts = calibration_texts(loaded, task, examples, seed)
     run(loaded, asked, *texts, out, task=task, settings=settings)
     _print_table(loss_table(out))

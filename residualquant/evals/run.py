@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from residualquant.errors import ResidualQuantError
-from residualquant.evals.tasks import EOS_ID, MAX_NEW_TOKENS, TASKS_VERSION, Problem, problems
+from residualquant.evals.tasks import EOS_ID, TASKS_VERSION, Problem, frozen, problems
 from residualquant.repro.paths import show
 from residualquant.repro.provenance import method_hash, provenance
 from residualquant.repro.records import SCHEMA, Answer, Cell, Writer
@@ -96,8 +96,8 @@ def evaluate(
         raise ValueError(f"rotation {calibrated[0]!r} needs calibration, which an evaluation does not do")
     for config in configs:
         loop_groups(model.kv_shape, config)
-    chosen = problems(task, n)
-    limit = MAX_NEW_TOKENS[task] if max_new_tokens is None else max_new_tokens
+    chosen = problems(task, n, family=model.family)
+    limit = frozen(task, model.family).max_new_tokens if max_new_tokens is None else max_new_tokens
     made = provenance(model.device.type)
     with Writer(Path(records)) as writer:
         for sentence in writer.records.damage:

@@ -46,8 +46,10 @@ class LoopedModel(nn.Module):
     ``forward``. It calls ``attend(loop, layer, q, k, v)`` once for every layer of every loop, in order, with
     q [B, T, Hq, D] and k, v [B, T, H, D], post-RoPE, and gets [B, T, Hq, D] back; for the ``edge_layers`` layers that
     are not looped it calls ``attend(EDGE, layer, q, k, v)``, ``layer`` counted from 0 over prelude and coda.
+    ``family`` ("ouro", "huginn") decides at which level the tasks are put to the model.
     """
 
+    family = ""
     tokenizer = None
     name = "looped"
     weights_hash = "random"

@@ -121,7 +121,7 @@ def problem_tokens(model: Ouro, task: str, index: int, preceding: int = 0, split
         raise ValueError(f"preceding must be between 0 and {index}, got {preceding}")
     if model.tokenizer is None:
         raise ResidualQuantError(f"the model {model.name} has no tokenizer.json beside its weights")
-    chosen = problems(task, preceding + 1, split=split, start=index - preceding)
+    chosen = problems(task, preceding + 1, split, index - preceding, family=model.family)
     return model.tokenizer.encode("\n".join(p.prompt + p.solution for p in chosen)).ids
 
 
