@@ -108,7 +108,7 @@ def evaluate(
         device: cpu or cuda; the GPU where there is one when left out.
         max_new_tokens: Longest answer; the task's own limit when left out.
         records: JSONL file of the answers; data/runs/eval/<model>.<task>.jsonl when left out. Finished, it is
-            compressed: .gz is added to its name.
+            compressed: .xz is added to its name.
     """
     from residualquant.evals.run import evaluate as run
     from residualquant.evals.tasks import MODELS, TASKS

@@ -79,7 +79,7 @@ def iter_decode(
             numbers below 1, or a calibrated rotation that is missing.
     """
     prompts = [list(prompt) for prompt in prompts]
-    _check_request(model, prompts, configs, max_new_tokens, max_rows, memory_bytes)
+    check_request(model, prompts, configs, max_new_tokens, max_rows, memory_bytes)
     decoder = _Decoder(model, prompts, list(configs), max_new_tokens, set(eos_ids), rotations or {})
     return decoder.run(*decoder.plan(max_rows, memory_bytes), progress, set(skip))
 
@@ -121,7 +121,12 @@ def generate(
     return answers
 
 
-def _check_request(model, prompts, configs, max_new_tokens, max_rows, memory_bytes) -> None:
+def check_request(model, prompts, configs, max_new_tokens, max_rows=None, memory_bytes=None) -> None:
+    """Refuse what :func:`iter_decode` cannot do, before anything runs.
+
+    Raises:
+        ValueError: as there; the message names the value.
+    """
     for name, value in (("max_new_tokens", max_new_tokens), ("max_rows", max_rows), ("memory_bytes", memory_bytes)):
         if value is not None and value < 1:
             raise ValueError(f"{name} must be at least 1, got {value}")

@@ -14,7 +14,10 @@ from residualquant.models.base import KVShape
 
 
 class TextTokenizer:
-    """Ids are bytes + 2."""
+    """Ids are bytes + 2; 1 ends a text."""
+
+    def token_to_id(self, token):
+        return {"<eos>": 1}.get(token)
 
     def encode(self, text):
         return SimpleNamespace(ids=[b + 2 for b in text.encode()])
@@ -31,6 +34,9 @@ def stand_in_model(name="mini-ouro-maths"):
         device=torch.device("cpu"),
         dtype=torch.float32,
         kv_shape=KVShape(4, 2, 2, 128),
+        edge_shape=None,
+        config=SimpleNamespace(vocab_size=258),
+        stop_ids={1},
         tokenizer=TextTokenizer(),
     )
 

@@ -133,7 +133,7 @@ def test_eval_runs_a_model_and_resumes(capsys, home, tiny_model, monkeypatch):
     code, out, err = call(capsys, *argv)
     assert code == 0, err
     assert "INT2/4 g=32" in out and "95 % CI" in out
-    file = paths.runs_dir("eval") / "tiny.words.jsonl.gz"
+    file = paths.runs_dir("eval") / "tiny.words.jsonl.xz"
     assert file.name in out
     records = read_records(file)
     assert len(records.cells) == 3 and all(c.is_complete for c in records.cells.values())

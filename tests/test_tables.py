@@ -1,7 +1,7 @@
 """Tables and claims from stand-in answers: columns, tests against the right rows, the paper's numbers, same bytes."""
 
 import dataclasses
-import gzip
+import lzma
 import re
 
 import numpy as np
@@ -147,7 +147,7 @@ def test_missing_answers_are_one_sentence(home):
 
 def test_a_damaged_record_line_stops_a_table(home, tmp_path, monkeypatch):
     source = paths.records_dir("tiny") / cells.records_name(TINY, "words")
-    text = gzip.decompress(records.finished_name(source).read_bytes())
+    text = lzma.decompress(records.finished_name(source).read_bytes())
     monkeypatch.setenv("RESIDUALQUANT_HOME", str(tmp_path))
     copy = paths.records_dir("tiny") / source.name
     paths.write_atomic(copy, text.replace(b'"tokens":', b'"tokens" :', 1))

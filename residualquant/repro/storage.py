@@ -50,7 +50,6 @@ def _runs(values) -> str:
     return ",".join(values) if len(values) <= 4 else f"{len(values) - 1}x{values[0]},{values[-1]}"
 
 
-
 def _saved_pct(cfg: KVQuantConfig, head_dim: int) -> float:
     return 100 * (1 - cfg.effective_bits(head_dim) / 16)
 
