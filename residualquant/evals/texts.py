@@ -21,7 +21,8 @@ def training_texts(model: Ouro, task: str, n: int, start: int = 0) -> list[list[
     """
     if model.tokenizer is None:
         raise ResidualQuantError(f"the model {model.name} has no tokenizer.json beside its weights")
-    return [model.tokenizer.encode(p.prompt + p.solution).ids for p in problems(task, n, "train", start, family=model.family)]
+    chosen = problems(task, n, "train", start, family=model.family)
+    return [model.tokenizer.encode(p.prompt + p.solution).ids for p in chosen]
 
 
 def calibration_texts(model: Ouro, task: str, n: int, seed: int = 0) -> tuple[list[list[int]], list[list[int]]]:

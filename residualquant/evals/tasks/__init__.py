@@ -14,7 +14,6 @@ from residualquant.evals.tasks import algebra, code, words
 from residualquant.evals.tasks.problem import Problem, is_test_prompt
 
 __all__ = [
-    "CALIBRATED_ON",
     "EOS_ID",
     "FROZEN",
     "MODELS",
@@ -33,8 +32,6 @@ __all__ = [
 TASKS_VERSION = 1
 TASKS = ("words", "algebra", "stubs", "asserts")
 STANDS_FOR = {"words": "gsm8k", "algebra": "math500", "stubs": "humaneval", "asserts": "mbpp"}
-# Rotations are calibrated on training problems of one task for maths and one for code (App. G).
-CALIBRATED_ON = {"words": "words", "algebra": "words", "stubs": "asserts", "asserts": "asserts"}
 
 
 @dataclass(frozen=True)
@@ -60,9 +57,7 @@ FROZEN = {
     },
 }
 # The shipped model of each family for a task: one for maths, one for code.
-MODELS = {
-    family: dict(zip(TASKS, (f"mini-{family}-maths",) * 2 + (f"mini-{family}-code",) * 2)) for family in FROZEN
-}
+MODELS = {family: dict(zip(TASKS, (f"mini-{family}-maths",) * 2 + (f"mini-{family}-code",) * 2)) for family in FROZEN}
 PAD_ID, EOS_ID = 0, 1
 
 _MAKERS = {"words": words.make, "algebra": algebra.make, "stubs": code.make_stub, "asserts": code.make_assert}
