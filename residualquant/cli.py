@@ -7,6 +7,7 @@ Heavy imports happen inside the commands, so that ``--help`` answers at once.
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -205,6 +206,44 @@ def reproduce(profile: Profile = "mini", fresh: bool = False) -> None:
     run(profile, fresh=fresh)
 
 
+def cells(
+    profile: Profile = "mini",
+    models: Annotated[tuple[str, ...], tyro.conf.arg(help="Only these models, such as mini-ouro-maths.")] = (),
+    tasks: Annotated[tuple[str, ...], tyro.conf.arg(help="Only these tasks, such as algebra.")] = (),
+    part: str | None = None,
+    score: bool = True,
+) -> None:
+    """Calibrate rotations and decode the missing answers of a profile: what reproduce begins with, split as wanted.
+
+    Example, as one of eight processes: residualquant cells --profile full --part 3/8 --no-score
+
+    Args:
+        profile: What to compute.
+        models: Only these models.
+        tasks: Only these tasks.
+        part: i/k: only every k-th configuration from the i-th on, into records of its own; collect joins them.
+        score: Score the answers here; otherwise collect does.
+    """
+    from residualquant.repro.cells import compute_cells
+
+    index = tuple(map(int, part.split("/"))) if part and re.fullmatch(r"\d+/\d+", part) else None
+    if part and not index:
+        raise ValueError(f"part must be i/k, such as 1/4, got {part!r}")
+    compute_cells(profile, models=models, tasks=tasks, part=index, score=score)
+
+
+def collect(profile: Profile = "mini") -> None:
+    """Join the records of a run that was split into parts, and score what was left open. No model runs.
+
+    Args:
+        profile: Whose records.
+    """
+    from residualquant.repro.cells import collect_cells
+
+    for sentence in collect_cells(profile):
+        print(sentence)
+
+
 def tables(profile: Profile = "mini", only: Only = ()) -> None:
     """Make tables again from the records, running no model.
 
@@ -280,6 +319,8 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "calibrate": calibrate,
     "eval": evaluate,
     "reproduce": reproduce,
+    "cells": cells,
+    "collect": collect,
     "tables": tables,
     "figures": figures,
     "report": report,

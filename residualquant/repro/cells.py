@@ -106,14 +106,9 @@ def _evaluate(profile, model, place, configs, n, folder, score, progress) -> Non
     from residualquant.rotation.calibration import CALIBRATED, CalibrationSizes, calibrated_many
 
     learnt = [i for i, config in enumerate(configs) if config.rotation in CALIBRATED]
-    rotations = calibrated_many(
-        model,
-        [configs[i] for i in learnt],
-        place[1],
-        CalibrationSizes(**profile.calibration, seed=profile.seed),
-        paths.rotations_dir(profile.name),
-        progress,
-    )
+    sizes, where = CalibrationSizes(**profile.calibration, seed=profile.seed), paths.rotations_dir(profile.name)
+    wanted = [configs[i] for i in learnt]
+    rotations = calibrated_many(model, wanted, place[1], sizes, where, progress) if learnt else []
     evaluate(
         model,
         place[1],

@@ -71,7 +71,7 @@ def runs_dir(profile: str) -> Path:
 
 
 def rotations_dir(profile: str) -> Path:
-    """``data/runs/<profile>/rotations``: calibrated rotations, one folder per model and configuration (not committed)."""
+    """``data/runs/<profile>/rotations``: calibrated rotations, a folder per model and configuration (not committed)."""
     return runs_dir(profile) / "rotations"
 
 
