@@ -74,7 +74,7 @@ def compute_cells(
 ) -> None:
     """Bring the records up to date: whatever answer is missing is computed, model by model and task by task.
 
-    All configurations of a task are decoded together. Calibrated rotations are kept in ``data/runs/<profile>/rotations``.
+    All configurations of a task are decoded together; calibrated rotations stay in ``data/runs/<profile>/rotations``.
 
     Args:
         labels: whose cells.
@@ -159,7 +159,7 @@ def _share(profile: Profile, part: tuple[int, int] | None) -> tuple[Mapping[str,
 # ------------------------------------------------------------------------------------------------ collect
 
 
-def collect_cells(profile: str | Profile, progress: bool = True) -> Iterator[str]:
+def collect_cells(profile: str | Profile) -> Iterator[str]:
     """Bring the records of all parts together and score what is open; yields a sentence per file. No model runs.
 
     A part's cell replaces what the profile's records hold for the same task, configuration, n and seed.
@@ -178,7 +178,7 @@ def collect_cells(profile: str | Profile, progress: bool = True) -> Iterator[str
         merged = merge_records(paths.records_dir(profile.name) / name, files)
         yield f"{name}: {merged} answers from {len(files)} parts"
     for file in list_records(paths.records_dir(profile.name)):
-        yield f"{file.name}: {score_records(file, progress=progress)} answers scored"
+        yield f"{file.name}: {score_records(file)} answers scored"
 
 
 def merge_records(target: Path, parts: Iterable[Path]) -> int:

@@ -26,6 +26,7 @@ __all__ = [
     "frozen",
     "is_test_prompt",
     "make_problem",
+    "problem_of",
     "problems",
 ]
 
@@ -88,6 +89,18 @@ def make_problem(task: str, level: int, seed: int | str) -> Problem:
     if level not in LEVELS:
         raise ValueError(f"unknown level {level!r}; known: {LEVELS[0]} to {LEVELS[-1]}")
     return _MAKERS[task](level, seed)
+
+
+def problem_of(problem_id: str) -> Problem:
+    """The problem of an id such as "words/8/38".
+
+    Raises:
+        ValueError: no id of a procedural task.
+    """
+    task, *numbers = problem_id.split("/")
+    if task not in _MAKERS or len(numbers) != 2 or not all(number.isdigit() for number in numbers):
+        raise ValueError(f"no procedural task has a problem {problem_id!r}")
+    return make_problem(task, *map(int, numbers))
 
 
 def _stream(task: str, level: int, split: str) -> Iterator[Problem]:
