@@ -13,7 +13,7 @@ from pathlib import Path
 from residualquant.config import KVQuantConfig
 from residualquant.errors import ResidualQuantError
 from residualquant.repro import paths
-from residualquant.repro.labels import LABELS
+from residualquant.repro.labels import LABELS, name_of
 from residualquant.repro.profiles import Place, Plan, Profile, profile_of
 from residualquant.repro.records import Cell, Records, Writer, list_records, read_records
 
@@ -51,10 +51,9 @@ def _complete(records: Records, profile: Profile, place: Place, config: KVQuantC
     cell = max(matching, key=lambda cell: cell.provenance["date"], default=None)
     if cell is None or not cell.is_complete:
         done = len(cell.correct) if cell else 0
-        rotation = f" + {config.rotation}" if config.rotation != "none" else ""
         raise ResidualQuantError(
-            f"{paths.show(records.path)} holds {done} of {n} answers for {place[1]}, {config.label} "
-            f"{config.reference}{rotation}; `make reproduce PROFILE={profile.name}` computes the rest"
+            f"{paths.show(records.path)} holds {done} of {n} answers for {place[1]}, {name_of(config)}; "
+            f"`make reproduce PROFILE={profile.name}` computes the rest"
         )
     return cell
 

@@ -46,6 +46,16 @@ def direct_of(config: KVQuantConfig) -> KVQuantConfig:
     return replace(config, reference="direct", coefficient="ls", rotation="none")
 
 
+def name_of(config: KVQuantConfig) -> str:
+    """ "BF16", "INT2 g=32 direct", "INT2/4 g=16 last ls + optr_h" and the like, in one line of text."""
+    if config.is_off:
+        return "BF16"
+    coefficient = "" if config.reference == "direct" else f" {config.coefficient}"
+    rotation = "" if config.rotation == "none" else f" + {config.rotation}"
+    loops = "" if config.loops == 4 else f" of {config.loops} loops"
+    return f"{config.label}{loops} {config.reference}{coefficient}{rotation}"
+
+
 def _table2() -> Iterator[Line]:
     for row in printed("table2"):
         if row["model"] == "mean":
