@@ -55,17 +55,18 @@ def _words(row: pd.Series) -> dict[str, str]:
     coding = "BF16" if is_bf16 else "direct" if is_direct else "residual"
     in_table2 = is_direct or (row["reference"], row["coefficient"]) == ("last", "ls")
     scaling = coding if is_bf16 or is_direct else COEFFICIENTS[row["coefficient"]]
+    mixed = sorted(bits) == ["2", "2", "2", "4"]
     shown = "[" + ",".join(bits) + "]" if len(bits) <= 4 else f"[{len(bits) - 1} x {bits[0]}, {bits[-1]}]"
     return {
         "place": place_title(row),
-        "precision": row["config"],
+        "precision": f"INT2/4 g={row['group_size']}" if mixed else row["config"],
         "method": "BF16" if is_bf16 else coding + turned if in_table2 else "other",
         "coding": coding,
         "scaling": "BF16" if is_bf16 else scaling + turned,
         "turn": "BF16" if is_bf16 else rotation or "no rotation",
         "bits_and_group": "BF16" if is_bf16 else f"{shown} g={row['group_size']}",
         "loops": "BF16" if is_bf16 else f"{len(bits)} loops",
-        "reference_loop": "BF16" if is_bf16 else str(row["reference"]),
+        "reference_loop": "BF16" if is_bf16 else f"direct {''.join(bits)}" if is_direct and mixed else row["reference"],
         "step_name": STEPS.get(str(row.get("step")), ""),
     }
 
@@ -143,7 +144,7 @@ def compare(table: pd.DataFrame) -> pd.DataFrame:
         rows.append(
             {
                 "Task": place,
-                "Precision": row["config"],
+                "Precision": row["config"] + _group_size(row),
                 "Method": method_name(row),
                 "Bits": f"{row['effective_bits']:.4g}",
                 "Bits, whole model": f"{row['model_bits']:.4g}" if measured else "–",
@@ -156,6 +157,11 @@ def compare(table: pd.DataFrame) -> pd.DataFrame:
             }
         )
     return pd.DataFrame(rows)
+
+
+def _group_size(row: pd.Series) -> str:
+    loops = row["bits_per_loop"].count(",") + 1
+    return "" if loops == 4 else f", {loops} loops"
 
 
 def _verdict(row: pd.Series, direct: pd.Series | None) -> str:
