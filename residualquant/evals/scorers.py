@@ -37,8 +37,8 @@ _SCORER_OF = {
     "humaneval": "evalplus",
     "mbpp": "evalplus",
 }
-# What decides a verdict, by scorer: part of a record's key, so written here and not looked up. A machine can then decode
-# without the scorers; ``score`` refuses other versions of the packages among them.
+# What decides a verdict, by scorer: part of a record's key, so written here and not looked up. A machine can then
+# decode without the scorers; ``score`` refuses other versions of the packages among them.
 VERSIONS = {
     "flexible-extract": {"flexible-extract": "1"},
     "math-verify": {"math-verify": "0.9.0", "latex2sympy2_extended": "1.11.0"},

@@ -1,12 +1,12 @@
 """Tables of measured accuracy: one row per line of the paper's table, a DataFrame and a CSV under ``data/<profile>/``.
 
 ``table(label, profile, compute)`` makes any of them: with ``compute`` the answers that are missing are computed first,
-without it the records are read and no model runs. Rows that the profile does not measure hold NaN.
+without it the records are read and no model runs. Rows that a profile does not measure hold NaN.
 
-Columns: model, benchmark (our task, or the paper's benchmark), stands_for, config, bits_per_loop, group_size, reference,
-coefficient, rotation, effective_bits (App. A.3: of the loops), model_bits (with the layers that are not looped), n,
-correct, accuracy_pct, ci_low, ci_high (Wilson, 95 %), paper_pct, delta_pct, p_vs_direct (same bits and group size, no
-rotation), p_vs_bf16; ``figure1_left`` begins with step and ends with p_vs_previous (the step above).
+Columns: model, benchmark (our task, or the paper's benchmark), stands_for, config, bits_per_loop, group_size,
+reference, coefficient, rotation, effective_bits (App. A.3: of the loops), model_bits (with the layers that are not
+looped), n, correct, accuracy_pct, ci_low, ci_high (Wilson, 95 %), paper_pct, delta_pct, p_vs_direct (same bits and
+group size, no rotation), p_vs_bf16; ``figure1_left`` begins with step and ends with p_vs_previous (the step above).
 
 ``p_*`` are exact McNemar tests on the same problems. A mean weighs each task equally; its interval combines the tasks'
 Wilson intervals (``stats.mean_interval``), its tests pool the discordant problems of all tasks.

@@ -1,12 +1,12 @@
 """The paper's ten claims about order, judged on our own results by paired tests; ``claims.csv``.
 
-"Better" is an exact McNemar test at 5 %, "not worse" a non-inferiority test with a margin of 3 points; in Table 1, where
-every problem gives a number and not a verdict, "lower" and "higher" are sign tests over the problems. The p-values of a
-claim's comparisons are corrected after Holm. A comparison is *reproduced* when its test says so, *not reproduced* when
-the opposite is significant, and *undecided* otherwise.
+"Better" is an exact McNemar test at 5 %, "not worse" a non-inferiority test with a margin of 3 points; in Table 1,
+where every problem gives a number and not a verdict, "lower" and "higher" are sign tests over the problems. The
+p-values of a claim's comparisons are corrected after Holm. A comparison is *reproduced* when its test says so, *not
+reproduced* when the opposite is significant, and *undecided* otherwise.
 
-A claim is reproduced when all its comparisons are (where the paper says "most": more than half), not reproduced when one
-is refuted (more than half), and undecided otherwise, also where a profile measures only some of them.
+A claim is reproduced when all its comparisons are (where the paper says "most": more than half), not reproduced when
+one is refuted (more than half), and undecided otherwise, also where a profile measures only some of them.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Comparison:
 
 @dataclass(frozen=True)
 class NmseComparison:
-    """In Table 1, at ``loop`` ("1" … or "avg"), the Last-loop reference has a "lower" (or "higher") error than First."""
+    """In Table 1, at ``loop`` ("1" … or "avg"), the reference Last has a "lower" (or "higher") error than First."""
 
     loop: str
     kind: str = "lower"
@@ -185,11 +185,11 @@ CLAIMS = (
 def claims(profile: str | Profile = "mini", compute: bool = False) -> pd.DataFrame:
     """Every claim, comparison by comparison and then as a whole; also written to ``data/<profile>/claims.csv``.
 
-    Columns: claim (its number), text, comparison, kind, tasks, n, unit, first, second, difference, ci_low, ci_high (95 %:
-    Agresti-Min for accuracies, bootstrap over problems for Table 1), test, p, p_holm, p_same (TOST, 3 points), verdict,
-    paper_difference. Accuracies and differences are equal-weight means over the tasks; McNemar's test pools their
-    problems. The row of a whole claim has "all" as its comparison; where a claim's results are missing its verdict is
-    "not measured", and ``test`` says what is missing.
+    Columns: claim (its number), text, comparison, kind, tasks, n, unit, first, second, difference, ci_low, ci_high (95
+    %: Agresti-Min for accuracies, bootstrap over problems in Table 1), test, p, p_holm, p_same (TOST, 3 points),
+    verdict, paper_difference. Accuracies and differences are equal-weight means over the tasks; McNemar's test pools
+    their problems. The row of a whole claim has "all" as its comparison; where a claim's results are missing its
+    verdict is "not measured", and ``test`` says what is missing.
 
     Args:
         compute: first compute what is missing.
@@ -260,7 +260,8 @@ def _judge_nmse(profile: Profile, comparison: NmseComparison, compute: bool) -> 
     mean, low, high = bootstrap_mean((last - first).tolist())
     lower, higher = int((last < first).sum()), int((last > first).sum())
     p = mcnemar_exact(Pair(lower, higher, len(nmse)))
-    paper = {row["reference"]: float(row["key_nmse_x1000"]) for row in printed("table1") if row["loop"] == comparison.loop}
+    here = [row for row in printed("table1") if row["loop"] == comparison.loop]
+    paper = {row["reference"]: float(row["key_nmse_x1000"]) for row in here}
     says = lower > higher if comparison.kind == "lower" else higher > lower
     return {
         "comparison": f"Last against First, {'average' if comparison.loop == 'avg' else f'loop {comparison.loop}'}",
@@ -301,7 +302,7 @@ def _whole(claim: Claim, judged: list[dict], missing: str) -> dict:
     verdict = REPRODUCED if count(REPRODUCED) >= needed else REFUTED if count(REFUTED) >= refuting else UNDECIDED
     return {
         "comparison": "all",
-        "n": judged[0]["n"],
+        "n": max(row["n"] for row in judged),
         "test": f"{count(REPRODUCED)} of {wanted} comparisons reproduced, {count(REFUTED)} refuted",
         "verdict": verdict,
     }
