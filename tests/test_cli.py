@@ -14,6 +14,7 @@ from residualquant import cli
 from residualquant.models import Ouro, OuroConfig
 from residualquant.repro import paths
 from residualquant.repro.records import read_records
+from residualquant.repro.run import marker_path, run_lock
 
 
 def call(capsys, *argv):
@@ -114,6 +115,47 @@ def test_info_names_machine_models_and_profiles(capsys, home):
     assert code == 0
     for word in ("torch", "GPU", "Models in", "smoke", "mini", "full", "paper", "not run here"):
         assert word in out
+
+
+HOLD = """
+import sys, time
+from residualquant.repro.run import _write_marker, run_lock
+with run_lock("mini"):
+    _write_marker("mini", state="running", started="today")
+    print("held", flush=True)
+    time.sleep(100)
+"""
+
+
+def test_info_tells_a_run_that_goes_on_from_one_that_was_interrupted(capsys, home):
+    def state():
+        out = call(capsys, "info")[1]
+        return next(line for line in out.splitlines() if line.startswith("  mini "))
+
+    held = subprocess.Popen([sys.executable, "-c", HOLD], stdout=subprocess.PIPE, text=True)
+    try:
+        assert held.stdout.readline() == "held\n"
+        assert state().endswith(f"; running (process {held.pid})")
+    finally:
+        held.kill()
+        held.wait()
+    assert (paths.data_dir("mini") / ".run.lock").read_text() == str(held.pid)  # killed, its name stays
+    assert state().endswith("; interrupted: `make reproduce` goes on")
+    with run_lock("mini"):  # asking has left nothing behind
+        pass
+    paths.write_atomic(marker_path("mini"), "{}")
+    assert state().endswith("; not run here")
+
+
+@pytest.mark.parametrize("text", ["", "[1]", "{", "[" * 100_000, "\xff", '{"model_type": [{"a": 1}]}'])
+def test_info_lists_a_damaged_model_among_the_others(capsys, home, text):
+    for name in ("good", "harmed"):
+        (home / "data" / "models" / name).mkdir(parents=True)
+    (home / "data/models/good/config.json").write_text('{"model_type": "ouro", "total_ut_steps": 4}')
+    (home / "data/models/harmed/config.json").write_bytes(text.encode("latin-1"))
+    code, out, err = call(capsys, "info")
+    assert (code, err) == (0, "") and "  good: ouro, 4 loops, 0.0 MiB\n" in out
+    assert out.count("  harmed: ") == 1
 
 
 @pytest.fixture
