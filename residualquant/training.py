@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from residualquant.errors import ResidualQuantError
 from residualquant.evals.tasks import EOS_ID, LEVELS, PAD_ID, TASKS, is_test_prompt, make_problem
+from residualquant.evals.texts import problem_ids
 from residualquant.models import Ouro, OuroConfig, load_model, save_model
 
 PROMPT_WEIGHT = 0.02
@@ -145,8 +146,8 @@ class ProblemStream(torch.utils.data.IterableDataset):
             problem = make_problem(rng.choice(c.tasks), level, rng.getrandbits(60))
             if is_test_prompt(problem.prompt):
                 continue
-            prompt = tokenizer.encode(problem.prompt).ids
-            solution = [*tokenizer.encode(problem.solution).ids, EOS_ID]
+            prompt, solution = problem_ids(tokenizer, problem)
+            solution = [*solution, EOS_ID]
             end = len(prompt) + len(solution)
             if end > c.tokens + 1:
                 continue

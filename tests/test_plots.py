@@ -132,12 +132,12 @@ def test_trace_is_what_the_cache_would_hold():
     model = tiny_model()
     ids = list(range(3, 23))
     seen = {}
-    traces.visit_kv(model, ids, lambda loop, layer, k, v: seen.__setitem__((loop, layer), (k.clone(), v.clone())))
+    visit(model, ids, lambda loop, layer, q, k, v: seen.__setitem__((loop, layer), k.clone()))
     assert sorted(seen) == [(loop, layer) for loop in range(3) for layer in range(2)]
     trace = traces.collect_trace(model, ids, layer=2, head=1)
     assert trace.k.shape == (3, 20, 32)
     for loop in range(3):
-        assert torch.equal(trace.k[loop], seen[loop, 1][0][:, 0])
+        assert torch.equal(trace.k[loop], seen[loop, 1][:, 0])
     assert torch.equal(trace.k, trace.k.bfloat16().float())
 
 

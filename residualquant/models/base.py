@@ -18,7 +18,7 @@ EDGE = -1  # the ``loop`` with which ``attend`` is called for a layer that is no
 
 Attend = Callable[[int, int, Tensor, Tensor, Tensor], Tensor]
 
-STOP_TOKENS = ("<eos>", "<|endoftext|>", "<|im_end|>", "</s>")
+STOP_TOKENS = ("<eos>", "<|endoftext|>", "<|im_end|>", "<|end_text|>", "<|end_turn|>", "</s>")
 
 
 @dataclass(frozen=True)
@@ -52,6 +52,11 @@ class LoopedModel(nn.Module):
     name = "looped"
     weights_hash = "random"
     edge_layers = 0
+
+    @property
+    def derived_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of the tensors that a published checkpoint stores although the model computes or shares them."""
+        return {}
 
     @property
     def kv_shape(self) -> KVShape:

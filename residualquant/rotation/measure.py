@@ -10,19 +10,20 @@ from torch import Tensor
 
 from residualquant.cache import LayerRotations, RotationMap
 from residualquant.config import KVQuantConfig
+from residualquant.models.base import KVShape, LoopedModel
 from residualquant.rotation import Rotation
 from residualquant.rotation.calibration import output_gram
-from residualquant.rotation.optr_h import output_energy, value_loss
-from residualquant.rotation.recoding import recode
-from residualquant.rotation.states import LAST_QUERIES, States, collect_states
+from residualquant.rotation.optr_h import output_energy, recode_texts, value_loss
+from residualquant.rotation.states import BATCH_VALUES, LAST_QUERIES, States, attend, batches, states_of
+from residualquant.trace import collect
 
 if TYPE_CHECKING:
-    from residualquant.models import Ouro
+    import pandas as pd
 
 
 @torch.no_grad()
 def attention_errors(
-    model: Ouro,
+    model: LoopedModel,
     cfg: KVQuantConfig,
     texts: Sequence[Sequence[int]],
     rotations: RotationMap | None = None,
@@ -45,29 +46,30 @@ def attention_errors(
     errors: dict[tuple[int, int, str], Tensor] = {}
     for layer in range(shape.layers):
         gram = output_gram(model, layer)
-        states = collect_states(model, texts, [layer], queries)[layer]
+        captured = collect(model, texts, [layer], queries)
         for group in range(shape.loops // cfg.loops):
-            parts = [s.group(group, cfg.loops) for s in states]
-            key, value = (_basis(known.get(group, layer, kind), parts[0]) for kind in "kv")
-            errors[group, layer, "k"] = sum(_key_error(s, gram, recode(s.k, cfg, *key)) for s in parts) / len(parts)
-            errors[group, layer, "v"] = sum(_value_error(s, gram, recode(s.v, cfg, *value)) for s in parts) / len(parts)
+            states = [states_of(text, [(group, layer)], [layer], cfg.loops) for text in captured]
+            parts = batches(states, BATCH_VALUES[model.device.type])
+            for kind, error in (("k", _key_error), ("v", _value_error)):
+                basis = _basis(known.get(group, layer, kind), shape, model.device)
+                found = torch.cat([error(part, gram, cfg, *basis) for part in parts], 1)
+                errors[group, layer, kind] = found.mean(1)
     return errors
 
 
-def _basis(rotation: Rotation | None, states: States) -> tuple[Tensor, Tensor | None]:
+def _basis(rotation: Rotation | None, shape: KVShape, device: torch.device) -> tuple[Tensor, Tensor | None]:
     """The matrix of every head, and the fixed means in the original basis."""
-    heads, dim = states.k.shape[1], states.k.shape[3]
     if rotation is None:
-        return torch.eye(dim, device=states.k.device).expand(heads, -1, -1), None
+        return torch.eye(shape.head_dim, device=device).expand(shape.kv_heads, -1, -1), None
     centres = None if rotation.means is None else rotation.unrotate(rotation.means)
-    matrix = rotation.matrix.float()
-    return matrix.expand(heads, -1, -1), centres if centres is None or centres.dim() == 3 else centres[:, None]
+    matrix = rotation.matrix.float().expand(shape.kv_heads, -1, -1)
+    return matrix, centres if centres is None or centres.dim() == 3 else centres[:, None]
 
 
-def _key_error(states: States, gram: Tensor, k: Tensor) -> Tensor:
-    moved = states.log_weights(k).exp() - states.log_weights(states.k.float()).exp()
-    return output_energy(moved @ states.v.float().unsqueeze(2), gram).mean((0, 2, 3))
+def _key_error(states: States, gram: Tensor, cfg: KVQuantConfig, matrix: Tensor, centres: Tensor | None) -> Tensor:
+    read = states.log_weights(recode_texts(states.k, cfg, matrix, centres)).exp()
+    return states.mean_of(output_energy(attend(read - states.own_weights, states.v.float()), gram))
 
 
-def _value_error(states: States, gram: Tensor, v: Tensor) -> Tensor:
-    return value_loss(states, gram, v, states.log_weights(states.k.float()).exp())
+def _value_error(states: States, gram: Tensor, cfg: KVQuantConfig, matrix: Tensor, centres: Tensor | None) -> Tensor:
+    return value_loss(states, gram, recode_texts(states.v, cfg, matrix, centres), states.own_weights)
