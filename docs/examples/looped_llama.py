@@ -27,7 +27,7 @@ class LoopedLlamaConfig:
     num_hidden_layers: int = 2
     num_attention_heads: int = 4
     num_key_value_heads: int = 2
-    head_dim: int = 32
+    head_dim: int = 64
     loops: int = 2
     rope_theta: float = 10_000.0
     max_position_embeddings: int = 4096
