@@ -235,50 +235,49 @@ def inspect(
 
 
 def calibrate(
-    out: Path,
     config: str = "INT2/4 g=32",
     kv: Annotated[KVOptions, tyro.conf.arg(name="")] = KVOptions(rotation="optr_h"),
     task: str = "words",
     model: str | None = None,
-    examples: int = 128,
-    seed: int = 0,
+    fit: int = 128,
+    holdout: int = 128,
     steps: int = 80,
-    learning_rate: float = 0.02,
+    seed: int = 0,
+    out: Path | None = None,
     device: str | None = None,
 ) -> None:
-    """Fit the rotations of one KV configuration on a task's training problems; an interrupted run goes on.
+    """Fit the rotations of one KV configuration on training problems; an interrupted run goes on.
 
-    Example: residualquant calibrate --config "INT2/4 g=32" --rotation optr_h --task words --out data/runs/rotations
+    The problems are those of all tasks of the family (maths or code), so the rotations serve all of them.
+
+    Example: residualquant calibrate --config "INT2/4 g=32" --rotation optr_h --task words
 
     Args:
-        out: Folder for the rotations (safetensors) and what they are of (JSON).
         config: The paper's label of the configuration they are for.
         kv: Changes applied to the label; --rotation is optr_h or oscar.
-        task: words, algebra, stubs or asserts: whose training problems, with their solutions, to use.
+        task: words or algebra (maths), stubs or asserts (code): whose training problems, with solutions, to use.
         model: A shipped model's name, a folder or a hub id; the task's own mini model when left out.
-        examples: Problems to fit with; as many others choose each head's rotation.
-        seed: Which of these problems are which, and the order in which they are drawn.
+        fit: Problems to fit with.
+        holdout: Others, which choose each head's rotation.
         steps: Optimiser steps for K, and as many for V (optr_h).
-        learning_rate: Of the optimiser (optr_h).
+        seed: Which of these problems are which, and the order in which they are drawn.
+        out: Folder for calibrations, each in a folder of its own; data/runs/rotations when left out.
         device: cpu or cuda; the GPU where there is one when left out.
     """
     from residualquant.evals.tasks import MODEL_OF_TASK, TASKS
-    from residualquant.evals.texts import calibration_texts
     from residualquant.models import load_model
-    from residualquant.repro.paths import show
-    from residualquant.rotation.calibration import calibrate as run
-    from residualquant.rotation.calibration import loss_table
-    from residualquant.rotation.optr_h import OptRHSettings
+    from residualquant.repro.paths import runs_dir, show
+    from residualquant.rotation import calibration
 
     if task not in TASKS:
         raise ValueError(f"unknown task {task!r}; known: {', '.join(TASKS)}")
     (asked,) = kv.configs([config])
-    settings = OptRHSettings(steps=steps, learning_rate=learning_rate, seed=seed)
     loaded = load_model(model or MODEL_OF_TASK[task], device=device)
-    texts = calibration_texts(loaded, task, examples, seed)
-    run(loaded, asked, *texts, out, task=task, settings=settings)
-    _print_table(loss_table(out))
-    print(f"{loaded.name}, {asked.label}, {asked.reference}: rotations in {show(out)}; losses are of held-out problems")
+    sizes, out = calibration.CalibrationSizes(fit, holdout, steps, seed), out or runs_dir("rotations")
+    calibration.calibrated(loaded, asked, task, sizes, out)
+    folder = calibration.artefact_folder(loaded, asked, task, sizes, out)
+    _print_table(calibration.loss_table(folder))
+    print(f"{loaded.name}, {asked.label}: rotations in {show(folder)}; losses are of held-out problems")
 
 
 def reproduce(profile: Profile = "mini", fresh: bool = False) -> None:
