@@ -7,10 +7,8 @@ D head dim. Layers that run once (``EDGE``) are seen only where they are asked f
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,7 +18,7 @@ from residualquant.attention import to_bf16
 from residualquant.models.base import EDGE, KVShape, LoopedModel, causal_attention
 
 if TYPE_CHECKING:
-    import numpy as np
+    pass
 
 Visit = Callable[[int, int, Tensor, Tensor, Tensor], None]
 FORMAT = 1
@@ -50,13 +48,6 @@ def visit(model: LoopedModel, ids: Sequence[int], see: Visit, edge: bool = False
         return causal_attention(loop, layer, q, k, v)
 
     model(torch.tensor([list(ids)], device=model.device), attend=attend, last_only=True)
-
-
-def query_heads(model: LoopedModel) -> int:
-    """Query heads (Hq) of a model: what its attention is given for one token."""
-    seen: list[int] = []
-    visit(model, [0], lambda loop, layer, q, k, v: seen.append(q.shape[1]))
-    return seen[0]
 
 
 @dataclass(frozen=True, eq=False)
@@ -111,14 +102,14 @@ class Selection:
             raise ValueError(f"{model.name} has no layers that run once, got edge=True")
         return Selection(**found, queries=self.queries, edge=self.edge)
 
-    def shapes(self, model: LoopedModel, tokens: int, q_heads: int) -> dict[str, tuple[int, ...]]:
+    def shapes(self, model: LoopedModel, tokens: int) -> dict[str, tuple[int, ...]]:
         """Shapes of a text's tensors by name: "q", "k", "v", and "edge_q" … where edge layers are kept."""
         shape = model.kv_shape
         queries = tokens if self.queries is None else min(self.queries, tokens)
         made = {}
         for prefix, layers in (("", (len(self.loops), len(self.layers))), ("edge_", (1, model.edge_layers))):
             if not prefix or self.edge:
-                made[f"{prefix}q"] = (*layers, q_heads, queries, shape.head_dim)
+                made[f"{prefix}q"] = (*layers, model.config.num_attention_heads, queries, shape.head_dim)
                 made[f"{prefix}k"] = made[f"{prefix}v"] = (*layers, shape.kv_heads, tokens, shape.head_dim)
         return made
 
@@ -156,9 +147,9 @@ def collect(
         done: called after every text.
     """
     keep = Selection(layers=None if layers is None else tuple(layers), queries=queries).resolve(model)
-    heads, kept = query_heads(model), []
+    kept = []
     for ids in texts:
-        shapes = keep.shapes(model, len(ids), heads)
+        shapes = keep.shapes(model, len(ids))
         into = {name: torch.empty(s, dtype=torch.bfloat16, device=model.device) for name, s in shapes.items()}
         capture(model, ids, keep, into)
         kept.append(Captured(**into))

@@ -14,6 +14,7 @@ from residualquant import decode, encode, preset
 from residualquant.errors import ResidualQuantError
 from residualquant.models import Ouro, OuroConfig
 from residualquant.repro import cells, figures, method, plots, profiles, storage, surfaces, tables, traces
+from residualquant.trace import visit
 
 N = 6
 TINY = profiles.Profile("tiny", {"words": N, "algebra": N})

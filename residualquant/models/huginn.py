@@ -239,6 +239,9 @@ class Huginn(LoopedModel):
         c = self.config
         return KVShape(c.mean_recurrence, c.n_layers_in_recurrent_block, c.n_heads, c.head_dim)
 
+    def output_weight(self, layer: int) -> Tensor:
+        return self.transformer.core_block[layer].attn.proj.weight
+
     @property
     def derived_shapes(self) -> dict[str, tuple[int, ...]]:
         c = self.config

@@ -143,6 +143,9 @@ class Ouro(LoopedModel):
             if p.dim() > 1:
                 nn.init.normal_(p, std=0.02)
 
+    def output_weight(self, layer: int) -> Tensor:
+        return self.model.layers[layer].self_attn.o_proj.weight
+
     @property
     def kv_shape(self) -> KVShape:
         c = self.config

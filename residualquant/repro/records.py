@@ -287,6 +287,23 @@ class Lock:
         os.ftruncate(self._file, 0)
         os.close(self._file)
 
+    def holder(self) -> str | None:
+        """Id of the process that holds the lock at this moment; None where none does."""
+        try:
+            file = os.open(self.path, os.O_RDONLY)
+        except OSError:
+            return None
+        try:
+            if named := os.read(file, 20).decode():  # a killed holder's name stays in the file
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return named
+        except OSError:
+            pass
+        finally:
+            os.close(file)
+        return None
+
 
 class Writer:
     """The one writer of a records file: repairs damage, appends, and sorts and compresses it when it is complete.

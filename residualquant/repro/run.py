@@ -44,6 +44,11 @@ def marker_path(profile: str) -> Path:
     return paths.data_dir(profile) / ".run.json"
 
 
+def run_lock(profile: str) -> Lock:
+    """What the one process that runs the profile holds."""
+    return Lock(paths.data_dir(profile) / "run")
+
+
 def read_marker(profile: str) -> dict:
     """What is known of the profile's last run: {"state": "never" | "starting" | "running" | "finished", ...}."""
     try:
@@ -89,7 +94,7 @@ def reproduce(profile: str | Profile = "mini", fresh: bool = False, log: Log = p
     from residualquant.repro.report import write_report
 
     profile = profile_of(profile)
-    with Lock(paths.data_dir(profile.name) / "run"):
+    with run_lock(profile.name):
         marker, now = read_marker(profile.name), fingerprint(profile)
         if not fresh and _is_up_to_date(marker, now, profile.name):
             log(f"{profile.name} is up to date (finished {marker['finished']}); FRESH=1 computes it again")

@@ -97,8 +97,8 @@ def problem_tokens(model: LoopedModel, task: str, index: int, preceding: int = 0
     if not 0 <= preceding <= index:
         raise ValueError(f"preceding must be between 0 and {index}, got {preceding}")
     between = tokenizer_of(model).encode("\n").ids
-    first, *others = training_texts(model, task, preceding + 1, index - preceding, split)
-    return sum((between + ids for ids in others), first)
+    texts = training_texts(model, task, preceding + 1, index - preceding, split)
+    return [i for text in texts[:-1] for i in text + between] + texts[-1]
 
 
 def describe_prompt(task: str, preceding: int) -> str:

@@ -36,10 +36,11 @@ from residualquant.rotation.optr_h import (
 )
 from residualquant.rotation.oscar import fit_oscar
 from residualquant.rotation.states import BATCH_VALUES, States, Unit, batches, states_of
-from residualquant.trace import captured_bytes, collect, query_heads
+from residualquant.trace import captured_bytes, collect
 
 __all__ = [
     "CalibrationSizes",
+    "artefact_folder",
     "calibrate",
     "calibrated",
     "calibrated_many",
@@ -79,7 +80,7 @@ def calibrated(
     model: LoopedModel,
     config: KVQuantConfig,
     task: str,
-    sizes: CalibrationSizes = CalibrationSizes(),  # noqa: B008
+    sizes: CalibrationSizes = CalibrationSizes(),
     folder: str | Path = "",
     progress: bool = True,
 ) -> RotationMap:
@@ -91,7 +92,7 @@ def calibrated_many(
     model: LoopedModel,
     configs: Sequence[KVQuantConfig],
     task: str,
-    sizes: CalibrationSizes = CalibrationSizes(),  # noqa: B008
+    sizes: CalibrationSizes = CalibrationSizes(),
     folder: str | Path = "",
     progress: bool = True,
 ) -> list[RotationMap]:
@@ -109,20 +110,41 @@ def calibrated_many(
         progress: show a bar, and one line per configuration with its losses before (Hadamard) and after.
 
     Returns:
-        For each configuration ``{(group, layer, "k" or "v"): Rotation}``, on the model's device, as the engine takes it.
+        ``{(group, layer, "k" or "v"): Rotation}`` of each configuration, on the model's device, as the engine takes it.
 
     Raises:
         ValueError: a configuration without calibrated rotation, loops that do not divide, or an unknown task.
         ResidualQuantError: an artefact that is damaged, or of something else; or a model without tokenizer.
     """
+    given = _calibration_of(model, task, sizes)
+    folders = [_folder(model, cfg, given, folder) for cfg in configs]
+    found = calibrate(model, dict(zip(folders, configs)), progress=progress, **given)
+    return [found[name] for name in folders]
+
+
+def artefact_folder(
+    model: LoopedModel, config: KVQuantConfig, task: str, sizes: CalibrationSizes, folder: str | Path
+) -> Path:
+    """Where :func:`calibrated` keeps the rotations of these arguments."""
+    return _folder(model, config, _calibration_of(model, task, sizes), folder)
+
+
+def _calibration_of(model: LoopedModel, task: str, sizes: CalibrationSizes) -> dict[str, Any]:
+    """What :func:`calibrate` is given for a task and sizes."""
     from residualquant.evals.texts import calibration_texts, family_of
 
-    texts = calibration_texts(model, task, sizes.fit, sizes.holdout, sizes.seed)
+    fit_texts, held_out = calibration_texts(model, task, sizes.fit, sizes.holdout, sizes.seed)
     settings = OptRHSettings(steps=sizes.steps, seed=sizes.seed)
-    about = {"task": "+".join(family_of(task)), "settings": settings}
-    folders = [Path(folder) / _name(model, cfg, _identity(model, cfg, *texts, **about)) for cfg in configs]
-    found = calibrate(model, dict(zip(folders, configs)), *texts, progress=progress, **about)
-    return [found[name] for name in folders]
+    return {"fit_texts": fit_texts, "held_out": held_out, "task": "+".join(family_of(task)), "settings": settings}
+
+
+def _folder(model: LoopedModel, cfg: KVQuantConfig, given: Mapping[str, Any], folder: str | Path) -> Path:
+    """A legible name, and another one for another identity."""
+    identity = json.dumps(_identity(model, cfg, **given), sort_keys=True)
+    bits = ("" if max(cfg.bits) < 10 else "-").join(map(str, cfg.bits))
+    settings = f"{cfg.rotation}.{cfg.reference}.{bits}-g{cfg.group_size}"
+    digest = hashlib.sha256(identity.encode()).hexdigest()[:12]
+    return Path(folder) / f"{model.name.replace('/', '--')}.{settings}.{digest}"
 
 
 def calibrate(
@@ -170,24 +192,18 @@ def calibrate(
             for job in jobs:
                 for units in plan.chunks(job, layers):
                     begun = time.monotonic()
-                    grams = torch.cat([output_gram(model, layer) for _, layer in units])
+                    gram = torch.cat([output_gram(model, layer) for _, layer in units])
                     parts = ([states_of(t, units, layers, job.cfg.loops) for t in texts] for texts in (fit, chosen))
-                    job.artefact.add(_fit(*parts, grams, job.cfg, units, settings, bar.update), time.monotonic() - begun)
+                    fits = _fit(*parts, gram, job.cfg, units, settings, bar.update)
+                    job.artefact.add(fits, time.monotonic() - begun)
                 if progress and job.todo and layers[-1] == max(plan.layers):
                     bar.write(job.describe())
     return {Path(folder): job.artefact.rotations(model) for folder, job in zip(configs, jobs)}
 
 
 def output_gram(model: LoopedModel, layer: int) -> Tensor:
-    """``W_O W_O^T / d_model`` per query head of one layer, [H, G, D, D] fp32.
-
-    A model whose output projection has another name gives it as ``model.output_weight(layer)``.
-    """
-    if hasattr(model, "output_weight"):
-        weight = model.output_weight(layer)
-    else:
-        weight = model.model.layers[layer].self_attn.o_proj.weight
-    return gram_of(weight.detach(), model.kv_shape.kv_heads, model.kv_shape.head_dim)
+    """``W_O W_O^T / d_model`` per query head of one layer, [H, G, D, D] fp32."""
+    return gram_of(model.output_weight(layer).detach(), model.kv_shape.kv_heads, model.kv_shape.head_dim)
 
 
 def rotations_hash(rotations: RotationMap) -> str:
@@ -227,13 +243,6 @@ def _identity(
     }
 
 
-def _name(model: LoopedModel, cfg: KVQuantConfig, identity: dict) -> str:
-    """Folder name of an artefact: legible, and another one for another identity."""
-    digest = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:12]
-    bits = "".join(map(str, cfg.bits)) if max(cfg.bits) < 10 else "-".join(map(str, cfg.bits))
-    return f"{model.name.replace('/', '--')}.{cfg.rotation}.{cfg.reference}.{bits}-g{cfg.group_size}.{digest}"
-
-
 @dataclass
 class _Job:
     """One configuration, its artefact, and the (loop group, layer) units that it still lacks."""
@@ -266,7 +275,7 @@ class _Plan:
         every = any(job.todo and job.cfg.rotation == "oscar" for job in jobs)
         self.texts = ((fit_texts, None if every else settings.queries), (held_out, settings.queries))
         self.layers = sorted({layer for job in jobs for _, layer in job.todo})
-        self.query_heads = query_heads(model)
+        self.query_heads = model.config.num_attention_heads
         each = sum(captured_bytes(self.shape, self.query_heads, *kept) for kept in self.texts)
         count = max(1, int(memory_bytes // each))
         self.passes = [self.layers[i : i + count] for i in range(0, len(self.layers), count)]

@@ -18,7 +18,7 @@ from residualquant.rotation.states import BATCH_VALUES, LAST_QUERIES, States, at
 from residualquant.trace import collect
 
 if TYPE_CHECKING:
-    import pandas as pd
+    pass
 
 
 @torch.no_grad()

@@ -137,7 +137,7 @@ def centres_of(fit: Fit) -> Tensor | None:
 def judge(
     matrix: Tensor, centres: Tensor | None, loss: Loss, held_out: Sequence, start: Tensor | None, step: int
 ) -> Fit:
-    """``matrix`` [H, D, D] fp16 as a fit: its mean loss on ``held_out``, and ``start`` [H] to compare with, if given."""
+    """``matrix`` [H, D, D] fp16 as a fit: its mean loss on ``held_out``, and ``start`` [H] to compare with."""
     with torch.no_grad():
         losses = torch.cat([loss(texts, matrix.float(), centres) for texts in held_out], 1).mean(1)
     means = None if centres is None else (centres.unsqueeze(2) @ matrix.float()).squeeze(2)

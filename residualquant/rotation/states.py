@@ -123,7 +123,7 @@ def batch(texts: Sequence[States]) -> States:
         torch.cat([F.pad(x, (0, 0, 0, tokens - x.shape[-2])) for x in part], 2)
         for part in ([t.k for t in texts], [t.v for t in texts])
     )
-    return States(q, k, v, sum((t.lengths for t in texts), ()))
+    return States(q, k, v, tuple(length for t in texts for length in t.lengths))
 
 
 def batches(texts: Sequence[States], most_values: int) -> list[States]:
@@ -138,7 +138,7 @@ def batches(texts: Sequence[States], most_values: int) -> list[States]:
 
 
 def tokens_of(keys: Sequence[Tensor], most_values: int) -> list[Tensor]:
-    """The tokens of all texts' [L, H, 1, T, D] one after the other, in pieces [L, H, T', D] of about ``most_values``."""
+    """Tokens of all texts' [L, H, 1, T, D], one after the other, in pieces [L, H, T', D] of about ``most_values``."""
     made: list[list[Tensor]] = []
     for x in (x.squeeze(2) for x in keys):
         if not made or sum(part.numel() for part in made[-1]) + x.numel() > most_values:
