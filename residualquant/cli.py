@@ -333,16 +333,17 @@ def collect(profile: Profile = "mini") -> None:
         print(sentence)
 
 
-def tables(profile: Profile = "mini", only: Only = ()) -> None:
-    """Make tables again from the records, running no model.
+def tables(profile: Profile = "mini", only: Only = (), compute: bool = False) -> None:
+    """Make tables again from the records, running no model unless told to.
 
     Args:
         profile: Whose records.
         only: Labels to make.
+        compute: First compute what is missing (Table 1 and Figure 3 take minutes, accuracies may take hours).
     """
     from residualquant.repro.run import make_tables
 
-    make_tables(profile, only)
+    make_tables(profile, only, compute)
 
 
 def figures(profile: Profile = "mini", only: Only = ()) -> None:

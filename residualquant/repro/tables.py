@@ -18,6 +18,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from residualquant.config import KVQuantConfig
+from residualquant.layout import model_bits
+from residualquant.models.base import KVShape
 from residualquant.repro import paths
 from residualquant.repro.cells import Cells, compute_cells, read_cells
 from residualquant.repro.labels import BF16, FAMILIES, LABELS, Line, direct_of, lines
@@ -30,7 +32,6 @@ if TYPE_CHECKING:
 
 NONE = float("nan")
 HEAD_DIM = {"ouro": 128, "huginn": 96}
-EDGE_CODEC = KVQuantConfig(bits=(4,), reference="direct")  # of layers that are not looped, whatever the configuration
 
 
 def accuracy_table(label: str, profile: str | Profile = "mini", compute: bool = False) -> pd.DataFrame:
@@ -143,12 +144,11 @@ def _bits(line: Line, cell: Cell | None) -> tuple[float, float]:
     """Effective bits of the looped layers, and of the whole model where it has others (needs a measured cell)."""
     if cell is None:
         return line.config.effective_bits(HEAD_DIM[line.family]), NONE
-    shape, edge = cell.identity["kv_shape"], cell.identity["edge_shape"]
-    core, looped = line.config.effective_bits(shape["head_dim"]), shape["loops"] * shape["layers"]
-    if edge is None or line.config.is_off:
-        return core, core
-    around = EDGE_CODEC.effective_bits(edge["head_dim"])
-    return core, (looped * core + edge["layers"] * around) / (looped + edge["layers"])
+    shape, edge = (
+        None if found is None else KVShape(**found)
+        for found in (cell.identity["kv_shape"], cell.identity["edge_shape"])
+    )
+    return line.config.effective_bits(shape.head_dim), model_bits(line.config, shape, edge)
 
 
 def _measured(found: Sequence[Cell | None]) -> dict:
