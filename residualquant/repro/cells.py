@@ -40,14 +40,10 @@ def read_cells(profile: str | Profile, labels: Iterable[str] = LABELS) -> Cells:
     return found
 
 
-def _matches(cell: Cell, profile: Profile, task: str, config: KVQuantConfig, n: int) -> bool:
-    asked = {"task": task, "kv": config.to_dict(), "n": n, "seed": profile.seed}
-    return all(cell.identity.get(name) == value for name, value in asked.items())
-
-
 def _complete(records: Records, profile: Profile, place: Place, config: KVQuantConfig, n: int) -> Cell:
     """The newest cell asked for (there can be one per calibration of its rotations)."""
-    matching = [cell for cell in records.cells.values() if _matches(cell, profile, place[1], config, n)]
+    asked = {"task": place[1], "n": n, "seed": profile.seed, "kv": config.to_dict()}
+    matching = (c for c in records.cells.values() if all(c.identity.get(name) == v for name, v in asked.items()))
     cell = max(matching, key=lambda cell: cell.provenance["date"], default=None)
     if cell is None or not cell.is_complete:
         done = len(cell.correct) if cell else 0

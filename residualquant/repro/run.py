@@ -170,8 +170,8 @@ def make_tables(
     """
     from residualquant.repro.tables import TABLES, table
 
-    profile = profile_of(profile)
-    _make(labels, TABLES, "table", lambda label: table(label, profile, compute), paths.data_dir(profile.name), ".csv", log)
+    name = profile_of(profile).name
+    _make(labels, TABLES, "table", lambda label: table(label, name, compute), paths.data_dir(name), ".csv", log)
 
 
 def make_figures(profile: str | Profile = "mini", labels: Sequence[str] = (), log: Log = print) -> None:

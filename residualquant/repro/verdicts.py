@@ -213,6 +213,12 @@ def claims(profile: str | Profile = "mini", compute: bool = False) -> pd.DataFra
     return write_table("claims", rows, profile)
 
 
+def whole_claims(table: pd.DataFrame) -> pd.DataFrame:
+    """Of the rows of :func:`claims` those of whole claims: claim, text, verdict, comparisons (how many of them hold)."""
+    whole = table[table["comparison"] == "all"]
+    return whole[["claim", "text", "verdict", "test"]].rename(columns={"test": "comparisons"})
+
+
 def _judge(profile: Profile, comparison: Comparison | NmseComparison, compute: bool) -> dict | None:
     """One comparison's numbers, test and one-sided finding; None where the profile has not all of its cells."""
     if isinstance(comparison, NmseComparison):
