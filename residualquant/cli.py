@@ -6,6 +6,7 @@ Heavy imports happen inside the commands, so that ``--help`` answers at once.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -107,7 +108,7 @@ def evaluate(
         task: words, algebra, stubs or asserts (standing for GSM8K, MATH500, HumanEval, MBPP).
         config: The paper's labels; all are decoded together. Where BF16 is one, the others are tested against it.
         kv: Changes applied to every label but BF16.
-        rotations: Folder that calibrate wrote; oscar and optr_h are calibrated first, under data/runs, when left out.
+        rotations: Folder of calibrations; oscar and optr_h are calibrated first, under data/runs, when left out.
         n: Problems of the test split.
         model: A shipped model's name, a folder or a hub id; the task's own mini model when left out.
         device: cpu or cuda; the GPU where there is one when left out.
@@ -169,17 +170,35 @@ def _load(task: str, model: str | None, device: str | None):
 
 
 def _rotations(model, configs, task: str, folder: Path | None) -> dict:
-    """{index: rotations} of the calibrated configurations: those in ``folder``, or calibrated where there are none."""
+    """{index: rotations} of the calibrated configurations: those in ``folder``, or calibrated where there is none."""
     from residualquant.repro.paths import runs_dir
-    from residualquant.rotation.calibration import CALIBRATED, calibrated_many, load_rotations
+    from residualquant.rotation.calibration import CALIBRATED, calibrated_many
 
     learnt = [i for i, config in enumerate(configs) if config.rotation in CALIBRATED and not config.is_off]
     if folder is not None:
         if not learnt:
             raise ValueError(f"no configuration here uses the rotations in {folder}: give --rotation optr_h or oscar")
-        return {i: load_rotations(folder, model, configs[i]) for i in learnt}
+        return {i: _kept_rotations(model, configs[i], folder) for i in learnt}
     wanted = [configs[i] for i in learnt]
     return dict(zip(learnt, calibrated_many(model, wanted, task, folder=runs_dir("rotations")))) if learnt else {}
+
+
+def _kept_rotations(model, config, folder: Path):
+    """The rotations in ``folder``, or in the one folder within whose calibration is of this model and configuration."""
+    from residualquant.rotation.artefact import ABOUT_FILE, load_rotations
+
+    inner = [file.parent for file in sorted(folder.glob(f"*/{ABOUT_FILE}"))]
+    if not inner:
+        return load_rotations(folder, model, config)
+    fitting = []
+    for one in inner:
+        with contextlib.suppress(ResidualQuantError):
+            fitting.append((one.name, load_rotations(one, model, config)))
+    if len(fitting) != 1:
+        names = ", ".join(name for name, _ in fitting) or "none"
+        what = f"{model.name}, {config.label}, {config.reference}, {config.rotation}"
+        raise ResidualQuantError(f"one calibration in {folder} must be of {what}; these are: {names}; name its folder")
+    return fitting[0][1]
 
 
 def inspect(
@@ -203,7 +222,7 @@ def inspect(
         task: words, algebra, stubs or asserts: whose training problems, with their solutions, to look at.
         config: The paper's label of the configuration.
         kv: Changes applied to the label.
-        rotations: Folder that calibrate wrote; oscar and optr_h are calibrated first, under data/runs, when left out.
+        rotations: Folder of calibrations; oscar and optr_h are calibrated first, under data/runs, when left out.
         n: Problems to look at, none of which calibration has seen.
         queries: Last queries of each problem that the attention error is taken over.
         model: A shipped model's name, a folder or a hub id; the task's own mini model when left out.

@@ -205,11 +205,12 @@ def test_eval_calibrates_keeps_and_takes_rotations(capsys, home, tiny_model, mon
     kept = file.read_bytes()
     monkeypatch.setattr(calibration, "calibrated_many", None)
     monkeypatch.setattr("residualquant.engine.iter_decode", None)
-    assert call(capsys, *argv, "--rotations", str(folder))[:2] == (0, out) and file.read_bytes() == kept
+    for given in (folder, folder.parent):
+        assert call(capsys, *argv, "--rotations", str(given))[:2] == (0, out) and file.read_bytes() == kept
+    code, _, err = call(capsys, *EVAL, "INT2 g=16", *argv[5:], "--rotations", str(folder.parent))
+    assert code == 2 and "must be of tiny, INT2 g=16, last, optr_h; these are: none; name its folder" in err
     code, _, err = call(capsys, *EVAL, "INT2 g=16", *argv[5:], "--rotations", str(folder))
     assert code == 2 and "was calibrated for group_size=32, the configuration has 16" in err
-    inspected = ("inspect", "--config", "INT2 g=32", "--rotation", "optr_h", "--rotations", str(folder), "--n", "1")
-    assert call(capsys, *inspected)[0] == 0
 
 
 def test_eval_without_bf16_tests_nothing(capsys, home, tiny_model):
