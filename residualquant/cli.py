@@ -205,6 +205,7 @@ def inspect(
     task: str = "words",
     config: str = "INT2/4 g=32",
     kv: Annotated[KVOptions, tyro.conf.arg(name="")] = KVOptions(),
+    trace: Path | None = None,
     rotations: Path | None = None,
     n: int = 8,
     queries: int = 64,
@@ -222,35 +223,41 @@ def inspect(
         task: words, algebra, stubs or asserts: whose training problems, with their solutions, to look at.
         config: The paper's label of the configuration.
         kv: Changes applied to the label.
+        trace: File that the trace command wrote, to look at instead of problems.
         rotations: Folder of calibrations; oscar and optr_h are calibrated first, under data/runs, when left out.
         n: Problems to look at, none of which calibration has seen.
         queries: Last queries of each problem that the attention error is taken over.
-        model: A shipped model's name, a folder or a hub id; the task's own mini model when left out.
+        model: A shipped model's name, a folder or a hub id; the trace's or the task's own model when left out.
         device: cpu or cuda; the GPU where there is one when left out.
-        out: Folder of the results; data/runs/inspect/<model>.<task> when left out.
+        out: Folder of the results; data/runs/inspect/<model>.<task or trace> when left out.
     """
     from residualquant.evals.texts import unseen_texts
-    from residualquant.inspect import draw_inspection, inspect_trace, loop_means, worst
+    from residualquant.inspect import Traced, draw_inspection, inspect_trace, loop_means, worst
     from residualquant.repro.paths import runs_dir, show, write_atomic
-    from residualquant.rotation.calibration import CalibrationSizes
-    from residualquant.trace import collect
+    from residualquant.rotation.calibration import CALIBRATED, CalibrationSizes
 
     for name, value in (("n", n), ("queries", queries)):
         if value < 1:
             raise ValueError(f"{name} must be at least 1, got {value}")
-    loaded = _load(task, model, device)
-    (asked,) = kv.configs([config], loaded.kv_shape.loops)
-    learnt = _rotations(loaded, [asked], task, rotations).get(0)
-    sizes = CalibrationSizes()
-    texts = unseen_texts(loaded, task, sizes.fit, sizes.holdout, n)
-    states = (collect(loaded, [ids], queries=queries)[0] for ids in texts)
-    table = inspect_trace(states, asked, learnt, queries=queries)
-    out = out or runs_dir("inspect") / f"{loaded.name}.{task}"
+    if trace is None:
+        loaded, sizes = _load(task, model, device), CalibrationSizes()
+        seen = Traced.live(loaded, unseen_texts(loaded, task, sizes.fit, sizes.holdout, n), queries)
+    else:
+        loaded, seen = None, Traced.open(trace)
+    (asked,) = kv.configs([config], seen.shape.loops)
+    learnt = None
+    if asked.rotation in CALIBRATED or rotations is not None:
+        loaded = loaded or _load(task, model or seen.model, "cpu")
+        if loaded.weights_hash != seen.weights:
+            raise ResidualQuantError(f"{show(trace)} is not of {loaded.name} as it is now: its weights are others")
+        learnt = _rotations(loaded, [asked], task, rotations).get(0)
+    table = inspect_trace(seen.texts, asked, learnt, seen.layers, queries)
+    out = out or runs_dir("inspect") / f"{seen.model}.{task if trace is None else trace.stem}"
     write_atomic(out / "inspect.csv", table.to_csv(index=False, float_format="%.6g"))
     draw_inspection(table).save(out, "inspect")
     for rows in (loop_means(table), worst(table)):
         _print_table(rows.map(lambda x: f"{x:.4g}" if isinstance(x, float) else x).to_dict("records"))
-    print(f"{loaded.name}, {asked.label}, {n} problems of {task}: means per loop, worst places; all in {show(out)}")
+    print(f"{seen.model}, {asked.label}: means over layers and heads, worst places; everything in {show(out)}")
 
 
 def calibrate(

@@ -1,15 +1,19 @@
 """Inspection of a configuration on traced states, against the formulas written out token by token."""
 
 import dataclasses
+import json
 import warnings
 from types import SimpleNamespace
 
 import pandas as pd
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from residualquant.config import KVQuantConfig, preset
-from residualquant.inspect import MEASURES, draw_inspection, inspect_trace, loop_means, worst
+from residualquant.errors import ResidualQuantError
+from residualquant.inspect import MEASURES, Traced, draw_inspection, inspect_trace, loop_means, worst
+from residualquant.models.base import KVShape
 from residualquant.residual import decode, encode
 from residualquant.rotation import Rotation
 
@@ -200,3 +204,58 @@ def test_summaries():
     assert len(means) == 8
     mine = table[(table.of == "V") & (table.loop == 2)]
     assert means[(means.of == "V") & (means.loop == 2)].nmse.item() == pytest.approx(mine.nmse.mean())
+
+
+# ------------------------------------------------------------------------------------------- trace files
+
+
+SHAPE = {"loops": 4, "layers": 3, "kv_heads": 2, "head_dim": 64}
+
+
+def write(path, texts, loops=(0, 1, 2, 3), layers=(0, 2), drop="", **about):
+    """A trace file as ``residualquant trace`` writes it."""
+    tensors = {f"{i}.{name}": getattr(x, name).contiguous() for i, x in enumerate(texts) for name in "qkv"}
+    tensors |= {f"{i}.ids": torch.arange(x.k.shape[3]) for i, x in enumerate(texts)}
+    tensors = {name: x for name, x in tensors.items() if name != drop}
+    known = {"format": 1, "model": "tiny", "weights": "0" * 64, "kv_shape": SHAPE}
+    known |= {"kept": {"loops": loops, "layers": layers}, **about}
+    save_file(tensors, path, {"about": json.dumps(known)})
+    return path
+
+
+def test_a_trace_file_gives_what_its_states_give(tmp_path):
+    texts = [text(tokens=7), text(tokens=9, seed=1)]
+    seen = Traced.open(write(tmp_path / "t.safetensors", texts))
+    assert (seen.model, seen.weights, seen.shape, seen.layers) == ("tiny", "0" * 64, KVShape(**SHAPE), [0, 2])
+    cfg = preset("INT2/4 g=32")
+    pd.testing.assert_frame_equal(
+        inspect_trace(seen.texts, cfg, layers=seen.layers), inspect_trace(texts, cfg, layers=[0, 2])
+    )
+
+
+HARM = {
+    "absent": (lambda p: p.unlink(), "there is no trace .*`residualquant trace` makes one"),
+    "empty": (lambda p: p.write_bytes(b""), "is truncated or no trace"),
+    "cut": (lambda p: p.write_bytes(p.read_bytes()[:-1]), "is truncated or no trace"),
+    "text": (lambda p: p.write_text("notes"), "is truncated or no trace"),
+    "a folder": (lambda p: (p.unlink(), p.mkdir()), "is truncated or no trace"),
+    "other tensors": (lambda p: save_file({"x": torch.ones(1)}, p), "is truncated or no trace: 'about'"),
+    "no JSON": (lambda p: save_file({"x": torch.ones(1)}, p, {"about": "{"}), "is truncated or no trace"),
+    "a list": (lambda p: save_file({"x": torch.ones(1)}, p, {"about": "[]"}), "is truncated or no trace"),
+    "format": (lambda p: write(p, [text()], format=9), "its format is 9, this version reads 1"),
+    "no shape": (lambda p: write(p, [text()], kv_shape=None), "is truncated or no trace"),
+    "other shape": (lambda p: write(p, [text()], kv_shape=SHAPE | {"head_dim": 32}), "of a text have shapes"),
+    "no values": (lambda p: write(p, [text()], drop="0.v"), "is truncated or no trace"),
+    "other layers": (lambda p: write(p, [text()], layers=(0,)), "of a text have shapes"),
+    "some loops": (lambda p: write(p, [text(loops=2)], loops=(0, 3)), "holds loops 1, 4 only, all 4 are needed"),
+    "odd heads": (lambda p: write(p, [SimpleNamespace(**vars(text()) | {"q": text().q[:, :, :3]})]), "have shapes"),
+}
+
+
+@pytest.mark.parametrize("case", HARM)
+def test_a_file_that_is_no_whole_trace_is_one_sentence(tmp_path, case):
+    path = write(tmp_path / "t.safetensors", [text()])
+    harm, sentence = HARM[case]
+    harm(path)
+    with pytest.raises(ResidualQuantError, match=sentence):
+        Traced.open(path)
