@@ -75,7 +75,9 @@ def inspect_trace(
         loops, count, heads, _, dim = text.k.shape
         if sums is None:
             layers = list(range(count) if layers is None else layers)
-            shape = KVShape(loops, max(layers, default=-1) + 1, heads, dim)
+            if not layers or min(layers) < 0 or len(set(layers)) < len(layers):
+                raise ValueError(f"layers must be different numbers from 0, got {layers}")
+            shape = KVShape(loops, max(layers) + 1, heads, dim)
             loop_groups(shape, config)
             basis = LayerRotations(config, shape, text.k.device, rotations)
             sums = _Sums.zeros(loops, len(layers), heads)
@@ -133,15 +135,14 @@ class Traced:
             for text in range(count):
                 sizes = [tuple(file.get_slice(f"{text}.{name}").get_shape()) for name in "qkv"]
                 _check_shapes(*sizes, (len(loops), len(layers)), shape)
-            found = cls(about["model"], about["weights"], shape, layers, _read_texts(file, count))
+            if loops != list(range(shape.loops)):
+                held = ", ".join(str(loop + 1) for loop in loops)
+                raise ResidualQuantError(f"{where} holds loops {held} only, all {shape.loops} are needed")
+            return cls(about["model"], about["weights"], shape, layers, _read_texts(file, count))
         except FileNotFoundError as error:
             raise ResidualQuantError(f"there is no trace {where}: `residualquant trace` makes one") from error
         except (SafetensorError, OSError, KeyError, TypeError, ValueError, AttributeError) as error:
             raise ResidualQuantError(f"{where} is truncated or no trace: {error}") from error
-        if list(loops) != list(range(shape.loops)):
-            held = ", ".join(str(loop + 1) for loop in loops)
-            raise ResidualQuantError(f"{where} holds loops {held} only, all {shape.loops} are needed")
-        return found
 
 
 def _check_shapes(q: tuple, k: tuple, v: tuple, kept: tuple[int, int], shape: KVShape) -> None:
@@ -182,7 +183,7 @@ def _add_layer(
         for total, values in ((sums.states, x), (sums.residual, residual), (sums.error, coded - x)):
             total[index, :, place] += values.square().sum((2, 3)).cpu()
     for loop in range(len(states[0])):
-        q = text.q[loop, place, :, -queries:].float()
+        q = make_finite(text.q[loop, place, :, -queries:].float())
         k, v = (x[loop] for x in states)
         output, *errors = (x.square().sum((1, 2, 3)).cpu() for x in _outputs(q, k, v, *(x[loop] for x in rebuilt), cfg))
         sums.output[:, loop, place] += output
