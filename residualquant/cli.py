@@ -306,6 +306,63 @@ def calibrate(
     print(f"{loaded.name}, {asked.label}: rotations in {show(folder)}; losses are of held-out problems")
 
 
+def trace(
+    out: Path,
+    model: str | None = None,
+    task: str = "words",
+    n: int = 8,
+    start: int = 0,
+    split: str = "train",
+    text: tuple[Path, ...] = (),
+    loops: tuple[int, ...] | None = None,
+    layers: tuple[int, ...] | None = None,
+    edge: bool = False,
+    device: str | None = None,
+) -> None:
+    """Write the post-RoPE queries, keys and values of a model on some texts to one safetensors file (BF16).
+
+    The texts are a task's problems with their solutions, or files. Text i (from 0) gives i.ids [T], i.q [loops, layers,
+    query heads, T, D], i.k and i.v [loops, layers, KV heads, T, D].
+
+    Example: residualquant trace --task words --n 4 --layers 3 --out data/runs/trace/words.safetensors
+
+    Args:
+        out: The file to write.
+        model: A shipped model's name, a folder or a hub id; the task's own mini model when left out.
+        task: words, algebra, stubs or asserts.
+        n: Problems of the task.
+        start: The first of them, from 0.
+        split: train or test.
+        text: Text files to use instead of problems, each one text.
+        loops: Loops to keep, from 1; all when left out.
+        layers: Layers to keep, from 1; all when left out.
+        edge: Also keep the layers that run once (Huginn's prelude and coda), as i.edge_q, i.edge_k, i.edge_v.
+        device: cpu or cuda; the GPU where there is one when left out.
+    """
+    from tqdm.auto import tqdm
+
+    from residualquant.evals.tasks import MODEL_OF_TASK, TASKS
+    from residualquant.evals.texts import tokenizer_of, training_texts
+    from residualquant.models import load_model
+    from residualquant.repro.paths import show
+    from residualquant.trace import Selection, write_trace
+
+    if task not in TASKS:
+        raise ValueError(f"unknown task {task!r}; known: {', '.join(TASKS)}")
+    loaded = load_model(model or MODEL_OF_TASK[task], device=device)
+    from_0 = (chosen and tuple(i - 1 for i in chosen) for chosen in (loops, layers))
+    keep = Selection(*from_0, edge=edge).resolve(loaded)
+    if text:
+        texts = [tokenizer_of(loaded).encode(file.read_text()).ids for file in text]
+        source = ", ".join(file.name for file in text)
+    else:
+        texts = training_texts(loaded, task, n, start, split)
+        source = f"{task}, {split} problems {start} to {start + n - 1} with their solutions"
+    with tqdm(total=len(texts), desc=f"trace {loaded.name}") as bar:
+        write_trace(loaded, texts, out, keep, source, bar.update)
+    print(f"{loaded.name}, {source}: {out.stat().st_size / 2**20:.1f} MiB in {show(out)}")
+
+
 def reproduce(profile: Profile = "mini", fresh: bool = False) -> None:
     """Compute every table and figure anew; an interrupted run goes on, a finished one is up to date.
 
@@ -393,6 +450,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "bits": bits,
     "train": train,
     "calibrate": calibrate,
+    "trace": trace,
     "eval": evaluate,
     "inspect": inspect,
     "reproduce": reproduce,
