@@ -83,6 +83,7 @@ def test_bits_lists_every_label_when_none_is_given(capsys):
         (("inspect", "--task", "wrods"), "unknown task 'wrods'; known: words"),
         (("inspect", "--model", "nobody"), "no model 'nobody'"),
         (("inspect", "--queries", "0"), "queries must be at least 1, got 0"),
+        (("inspect", "--trace", "nowhere"), "there is no trace nowhere: `residualquant trace` makes one"),
     ],
 )
 def test_what_the_user_can_mend_is_one_sentence_and_exit_code_2(capsys, home, argv, sentence):
@@ -225,6 +226,16 @@ def test_inspect_writes_table_and_heat_map(capsys, home, tiny_model):
     assert {f.name for f in folder.iterdir()} == {"inspect.csv", "inspect.png", "inspect.pdf"}
     lines = (folder / "inspect.csv").read_text().splitlines()
     assert lines[0] == "layer,loop,head,of,bits,reference,residual_energy,nmse,attention_error" and len(lines) == 9
+
+
+def test_inspect_reads_what_trace_wrote(capsys, home, tiny_model):
+    file = home / "t.safetensors"
+    assert call(capsys, "trace", "--n", "1", "--out", str(file))[0] == 0
+    code, out, err = call(capsys, "inspect", "--trace", str(file), "--queries", "3")
+    assert code == 0 and "data/runs/inspect/tiny.t" in out, err
+    tiny_model.weights_hash = "1" * 64
+    code, _, err = call(capsys, "inspect", "--trace", str(file), "--rotation", "optr_h")
+    assert code == 2 and err == "residualquant: t.safetensors is not of tiny as it is now: its weights are others\n"
 
 
 def test_eval_without_a_tokenizer_is_one_sentence(capsys, home, tiny_model):
