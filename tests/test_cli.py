@@ -11,7 +11,8 @@ import stand_ins
 import torch
 
 from residualquant import cli
-from residualquant.models import Ouro, OuroConfig
+from residualquant.config import preset
+from residualquant.models import Huginn, HuginnConfig, Ouro, OuroConfig
 from residualquant.repro import paths
 from residualquant.repro.records import read_records
 from residualquant.repro.run import marker_path, run_lock
@@ -212,6 +213,18 @@ def test_eval_calibrates_keeps_and_takes_rotations(capsys, home, tiny_model, mon
     assert code == 2 and "must be of tiny, INT2 g=16, last, optr_h; these are: none; name its folder" in err
     code, _, err = call(capsys, *EVAL, "INT2 g=16", *argv[5:], "--rotations", str(folder))
     assert code == 2 and "was calibrated for group_size=32, the configuration has 16" in err
+
+
+def test_eval_counts_the_layers_that_run_once_apart(capsys, home, tiny_model, monkeypatch):
+    torch.manual_seed(0)
+    model = Huginn(HuginnConfig(64, 1, 64, 258, 1, 2, 1, mean_recurrence=8)).eval()
+    model.name, model.weights_hash, model.tokenizer = "tiny", "0" * 64, tiny_model.tokenizer
+    monkeypatch.setattr("residualquant.models.load_model", lambda name, device=None: model)
+    code, out, err = call(capsys, *EVAL, "BF16", "INT2/4 g=32", "--n", "1", "--max-new-tokens", "2")
+    assert code == 0 and "with edge layers" in out, err
+    core = preset("INT2/4 g=32").effective_bits(64)
+    row = next(line for line in out.splitlines() if line.startswith("INT2/4"))
+    assert f" {core:.4g} " in row and f" {(16 * core + 2 * 4.5) / 18:.4g} " in row
 
 
 def test_eval_without_bf16_tests_nothing(capsys, home, tiny_model):

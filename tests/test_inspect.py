@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 from residualquant.config import KVQuantConfig, preset
 from residualquant.errors import ResidualQuantError
 from residualquant.inspect import MEASURES, Traced, draw_inspection, inspect_trace, loop_means, worst
+from residualquant.models import Huginn, HuginnConfig
 from residualquant.models.base import KVShape
 from residualquant.residual import decode, encode
 from residualquant.rotation import Rotation
@@ -103,6 +104,16 @@ def test_loop_groups_of_a_long_recurrence():
         row = table.loc[loop, "K", 1]
         assert (row.bits, row.reference) == ((4, 0) if loop == anchor else (2, anchor))
         assert (row.residual_energy == 1) == (loop == anchor)
+
+
+def test_a_recurrent_model_at_hand():
+    torch.manual_seed(0)
+    model = Huginn(HuginnConfig(128, 2, 64, 50, 1, 2, 1, mean_recurrence=8)).eval()
+    seen = Traced.live(model, [list(range(9)), list(range(5))], queries=3)
+    assert (seen.shape, seen.layers) == (KVShape(8, 2, 2, 64), [0, 1])
+    table = inspect_trace(seen.texts, preset("INT2/4 g=32", rotation="hadamard"))
+    assert len(table) == 8 * 2 * 2 * 2 and set(table[table.loop == 5].reference) == {8}
+    assert table[list(MEASURES)].notna().all(axis=None)
 
 
 def test_a_layer_of_its_own_precision():

@@ -57,6 +57,7 @@ def identity_of(
         "rotations": None if rotations is None else rotations_hash(rotations),
         "decoding": {"strategy": "greedy", "max_new_tokens": max_new_tokens, "eos": sorted(model.stop_ids)},
         "seed": seed,
+        "state_seed": getattr(model, "state_seed", None),
         "scorers": scorer_versions(task),
         "method": method_hash(),
         "device": model.device.type,
