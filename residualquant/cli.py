@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -161,12 +162,12 @@ def _accuracy_row(model, config, cell, bf16) -> dict:
 
 def _load(task: str, model: str | None, device: str | None):
     """The model asked for, or the task's own."""
-    from residualquant.evals.tasks import MODEL_OF_TASK, TASKS
+    from residualquant.evals.tasks import MODELS, TASKS
     from residualquant.models import load_model
 
     if task not in TASKS:
         raise ValueError(f"unknown task {task!r}; known: {', '.join(TASKS)}")
-    return load_model(model or MODEL_OF_TASK[task], device=device)
+    return load_model(model or MODELS["ouro"][task], device=device)
 
 
 def _rotations(model, configs, task: str, folder: Path | None) -> dict:
@@ -290,7 +291,7 @@ def calibrate(
         out: Folder for calibrations, each in a folder of its own; data/runs/rotations when left out.
         device: cpu or cuda; the GPU where there is one when left out.
     """
-    from residualquant.evals.tasks import MODEL_OF_TASK, TASKS
+    from residualquant.evals.tasks import MODELS, TASKS
     from residualquant.models import load_model
     from residualquant.repro.paths import runs_dir, show
     from residualquant.rotation import calibration
@@ -298,7 +299,7 @@ def calibrate(
     if task not in TASKS:
         raise ValueError(f"unknown task {task!r}; known: {', '.join(TASKS)}")
     (asked,) = kv.configs([config])
-    loaded = load_model(model or MODEL_OF_TASK[task], device=device)
+    loaded = load_model(model or MODELS["ouro"][task], device=device)
     sizes, out = calibration.CalibrationSizes(fit, holdout, steps, seed), out or runs_dir("rotations")
     calibration.calibrated(loaded, asked, task, sizes, out)
     folder = calibration.artefact_folder(loaded, asked, task, sizes, out)
@@ -377,16 +378,55 @@ def reproduce(profile: Profile = "mini", fresh: bool = False) -> None:
     run(profile, fresh=fresh)
 
 
-def tables(profile: Profile = "mini", only: Only = ()) -> None:
-    """Make tables again from the records, running no model.
+def cells(
+    profile: Profile = "mini",
+    models: Annotated[tuple[str, ...], tyro.conf.arg(help="Only these models, such as mini-ouro-maths.")] = (),
+    tasks: Annotated[tuple[str, ...], tyro.conf.arg(help="Only these tasks, such as algebra.")] = (),
+    part: str | None = None,
+    score: bool = True,
+) -> None:
+    """Calibrate rotations and decode the missing answers of a profile: what reproduce begins with, split as wanted.
+
+    Example, as one of eight processes: residualquant cells --profile full --part 3/8 --no-score
+
+    Args:
+        profile: What to compute.
+        models: Only these models.
+        tasks: Only these tasks.
+        part: i/k: only every k-th configuration from the i-th on, into records of its own; collect joins them.
+        score: Score the answers here; otherwise collect does.
+    """
+    from residualquant.repro.cells import compute_cells
+
+    index = tuple(map(int, part.split("/"))) if part and re.fullmatch(r"\d+/\d+", part) else None
+    if part and not index:
+        raise ValueError(f"part must be i/k, such as 1/4, got {part!r}")
+    compute_cells(profile, models=models, tasks=tasks, part=index, score=score)
+
+
+def collect(profile: Profile = "mini") -> None:
+    """Join the records of a run that was split into parts, and score what was left open. No model runs.
+
+    Args:
+        profile: Whose records.
+    """
+    from residualquant.repro.cells import collect_cells
+
+    for sentence in collect_cells(profile):
+        print(sentence)
+
+
+def tables(profile: Profile = "mini", only: Only = (), compute: bool = False) -> None:
+    """Make tables again from the records, running no model unless told to.
 
     Args:
         profile: Whose records.
         only: Labels to make.
+        compute: First compute what is missing (Table 1 and Figure 3 take minutes, accuracies may take hours).
     """
     from residualquant.repro.run import make_tables
 
-    make_tables(profile, only)
+    make_tables(profile, only, compute)
 
 
 def figures(profile: Profile = "mini", only: Only = ()) -> None:
@@ -454,6 +494,8 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "eval": evaluate,
     "inspect": inspect,
     "reproduce": reproduce,
+    "cells": cells,
+    "collect": collect,
     "tables": tables,
     "figures": figures,
     "report": report,

@@ -19,7 +19,7 @@ from residualquant.cache import PackedCache
 from residualquant.config import preset
 from residualquant.engine import iter_decode
 from residualquant.errors import ResidualQuantError
-from residualquant.evals.tasks import EOS_ID, MODEL_OF_TASK, TASKS, is_test_prompt, problems
+from residualquant.evals.tasks import EOS_ID, MODELS, TASKS, is_test_prompt, problems
 from residualquant.evals.texts import calibration_texts, family_texts, problem_ids, training_texts, unseen_texts
 from residualquant.models import Huginn, HuginnConfig, Ouro, OuroConfig, load_model
 from residualquant.repro.traces import problem_tokens
@@ -405,7 +405,7 @@ def test_calibration_texts_are_a_familys_training_problems_and_disjoint():
 @pytest.mark.parametrize("task", TASKS)
 def test_training_and_calibration_and_traces_tokenise_as_decoding_does(task):
     """Prompt and solution each on its own: what decoding feeds the model, and what it was trained on."""
-    model = load_model(MODEL_OF_TASK[task], device="cpu")
+    model = load_model(MODELS["ouro"][task], device="cpu")
     encode = model.tokenizer.encode
     for index, problem in enumerate(problems(task, 4, "train")):
         ids = encode(problem.prompt).ids + encode(problem.solution).ids

@@ -9,13 +9,13 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from residualquant.errors import ResidualQuantError
-from residualquant.evals.tasks import MAX_NEW_TOKENS, TASKS_VERSION, Problem, problems
+from residualquant.evals.tasks import TASKS_VERSION, Problem, frozen, problem_of, problems
 from residualquant.repro.paths import show
 from residualquant.repro.provenance import method_hash, provenance
 from residualquant.repro.records import SCHEMA, Answer, Cell, Writer
@@ -81,9 +81,10 @@ def evaluate(
     max_new_tokens: int | None = None,
     max_rows: int | None = None,
     seed: int = 0,
+    score: bool = True,
     progress: bool = True,
 ) -> list[Cell]:
-    """The cells of ``configs`` on the first ``n`` test problems of ``task``, complete and scored.
+    """The cells of ``configs`` on the first ``n`` test problems of ``task``, complete and (with ``score``) scored.
 
     Answers that ``records`` (a JSONL file) holds already are kept; only missing (configuration, problem) pairs are
     decoded. When all are there the file is sorted and compressed (``.xz`` is added to its name).
@@ -94,6 +95,7 @@ def evaluate(
             ``{(group, layer, "k" or "v"): Rotation}``.
         max_new_tokens: the task's own limit when None.
         max_rows: most sequences decoded at once; the engine's own default when None.
+        score: False leaves new answers unscored, for a machine without scorers; see :func:`score_records`.
 
     Raises:
         ValueError: an unknown task, n or max_new_tokens below 1, no configuration, two with the same codec, one that
@@ -108,8 +110,8 @@ def evaluate(
     _check_model(model)
     rotations = dict(rotations or {})
     _check_configs(model, configs, rotations)
-    chosen = problems(task, n)
-    limit = MAX_NEW_TOKENS[task] if max_new_tokens is None else max_new_tokens
+    chosen = problems(task, n, family=model.family)
+    limit = frozen(task, model.family).max_new_tokens if max_new_tokens is None else max_new_tokens
     prompts = {p.problem_id: model.tokenizer.encode(p.prompt).ids for p in chosen}
     check_request(model, list(prompts.values()), configs, limit, max_rows)
     made = provenance(model.device.type)
@@ -125,8 +127,13 @@ def evaluate(
         if progress and done < total:
             print(f"{task}: {done} of {total} answers are in {show(writer.path)}", file=sys.stderr)
         options = {"max_new_tokens": limit, "eos_ids": model.stop_ids, "max_rows": max_rows, "progress": progress}
-        _decode_missing(model, chosen, prompts, configs, rotations, cells, writer, options)
-        _score(task, chosen, cells, writer)
+        by_id = {p.problem_id: p for p in chosen}
+        decoded = _decode_missing(model, chosen, prompts, configs, rotations, cells, writer, options)
+        for count, _ in enumerate(decoded, 1):
+            if score and count % SCORE_EVERY == 0:
+                _score(task, by_id, cells, writer)
+        if score:
+            _score(task, by_id, cells, writer)
         writer.finish(_superseded(writer, cells))
     return cells
 
@@ -173,8 +180,8 @@ def _decode_missing(
     cells: Sequence[Cell],
     writer: Writer,
     options: dict,
-) -> None:
-    """Decode the (configuration, problem) pairs that have no answer; append each answer as it ends."""
+) -> Iterator[Answer]:
+    """Decode the (configuration, problem) pairs that have no answer; append each answer as it ends and yield it."""
     from residualquant.engine import iter_decode
 
     open_cells = [i for i, cell in enumerate(cells) if len(cell.answers) < len(chosen)]
@@ -195,22 +202,40 @@ def _decode_missing(
         skip=skip,
         **options,
     )
-    for count, done in enumerate(decoded, 1):
+    for done in decoded:
         (index, problem), cell = group[done.prompt_index], cells[open_cells[done.config_index]]
         text = model.tokenizer.decode(done.tokens)
-        writer.add(cell, Answer(problem.problem_id, index, text, len(done.tokens), done.finished))
-        if count % SCORE_EVERY == 0:
-            _score(problem.task, chosen, cells, writer)
+        answer = Answer(problem.problem_id, index, text, len(done.tokens), done.finished)
+        writer.add(cell, answer)
+        yield answer
 
 
-def _score(task: str, chosen: Sequence[Problem], cells: Sequence[Cell], writer: Writer) -> None:
-    """Score every answer of ``cells`` that has no score yet, in one batch for the scorer."""
+def score_records(records: str | Path) -> int:
+    """Score every answer that ``records`` holds without a score; returns how many. No model runs.
+
+    Raises:
+        ValueError: an answer to a problem that is not one of the procedural tasks'.
+        ResidualQuantError: the scorers are not those that the records name, or another process writes the file.
+    """
+    count = 0
+    with Writer(Path(records)) as writer:
+        by_task: dict[str, list[Cell]] = {}
+        for cell in writer.records.cells.values():
+            by_task.setdefault(cell.identity["task"], []).append(cell)
+        for task, cells in by_task.items():
+            ids = {a.problem for cell in cells for a in cell.answers.values() if a.correct is None}
+            count += _score(task, {name: problem_of(name) for name in ids}, cells, writer)
+        writer.finish()
+    return count
+
+
+def _score(task: str, by_id: Mapping[str, Problem], cells: Sequence[Cell], writer: Writer) -> int:
+    """Score every answer of ``cells`` that has no score yet, in one batch for the scorer; returns how many."""
     from residualquant.evals.scorers import score
 
-    by_id = {p.problem_id: p for p in chosen}
     open_answers = [(cell, a) for cell in cells for a in cell.answers.values() if a.correct is None]
     if not open_answers:
-        return
+        return 0
     verdicts = score(task, [by_id[a.problem] for _, a in open_answers], [a.response for _, a in open_answers])
     per_cell: dict[str, dict[str, bool]] = {}
     for (cell, answer), verdict in zip(open_answers, verdicts):
@@ -218,6 +243,7 @@ def _score(task: str, chosen: Sequence[Problem], cells: Sequence[Cell], writer: 
     for cell in cells:
         if cell.key in per_cell:
             writer.score(cell, per_cell[cell.key])
+    return len(open_answers)
 
 
 def _superseded(writer: Writer, cells: Sequence[Cell]) -> list[str]:

@@ -206,7 +206,7 @@ _plain_attention = partial(causal_attention, EDGE)  # one object for all loops: 
 class Huginn(LoopedModel):
     """A recurrent-depth language model. See the module's docstring; build one with `residualquant.load_model`."""
 
-    name = "huginn"
+    name = family = "huginn"
     state_seed = 0  # of the initial state at inference: with it, decoding token by token equals one pass
 
     def __init__(self, config: HuginnConfig):

@@ -62,11 +62,8 @@ def _describe(file: Path) -> str:
 
 def _state(profile: Profile) -> str:
     files = list_records(paths.shipped_records_dir(profile.name))
-    sizes = ", ".join(f"{task} {n}" for task, n in profile.problems.items())
     records = f"records of {len(files)} tasks" if files else "no records"
-    return (
-        f"{sizes}; {len(profile.methods)} configurations; {profile.device}; {profile.cost}; {records}; {_run(profile)}"
-    )
+    return f"{profile.describe()}; {profile.device}; {profile.cost}; {records}; {_run(profile)}"
 
 
 def _run(profile: Profile) -> str:
