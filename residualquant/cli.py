@@ -6,6 +6,7 @@ Heavy imports happen inside the commands, so that ``--help`` answers at once.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import sys
@@ -108,7 +109,7 @@ def evaluate(
         task: words, algebra, stubs or asserts (standing for GSM8K, MATH500, HumanEval, MBPP).
         config: The paper's labels; all are decoded together. Where BF16 is one, the others are tested against it.
         kv: Changes applied to every label but BF16.
-        rotations: Folder that calibrate wrote; oscar and optr_h are calibrated first, under data/runs, when left out.
+        rotations: Folder of calibrations; oscar and optr_h are calibrated first, under data/runs, when left out.
         n: Problems of the test split.
         model: A shipped model's name, a folder or a hub id; the task's own mini model when left out.
         device: cpu or cuda; the GPU where there is one when left out.
@@ -170,23 +171,42 @@ def _load(task: str, model: str | None, device: str | None):
 
 
 def _rotations(model, configs, task: str, folder: Path | None) -> dict:
-    """{index: rotations} of the calibrated configurations: those in ``folder``, or calibrated where there are none."""
+    """{index: rotations} of the calibrated configurations: those in ``folder``, or calibrated where there is none."""
     from residualquant.repro.paths import runs_dir
-    from residualquant.rotation.calibration import CALIBRATED, calibrated_many, load_rotations
+    from residualquant.rotation.calibration import CALIBRATED, calibrated_many
 
     learnt = [i for i, config in enumerate(configs) if config.rotation in CALIBRATED and not config.is_off]
     if folder is not None:
         if not learnt:
             raise ValueError(f"no configuration here uses the rotations in {folder}: give --rotation optr_h or oscar")
-        return {i: load_rotations(folder, model, configs[i]) for i in learnt}
+        return {i: _kept_rotations(model, configs[i], folder) for i in learnt}
     wanted = [configs[i] for i in learnt]
     return dict(zip(learnt, calibrated_many(model, wanted, task, folder=runs_dir("rotations")))) if learnt else {}
+
+
+def _kept_rotations(model, config, folder: Path):
+    """The rotations in ``folder``, or in the one folder within whose calibration is of this model and configuration."""
+    from residualquant.rotation.artefact import ABOUT_FILE, load_rotations
+
+    inner = [file.parent for file in sorted(folder.glob(f"*/{ABOUT_FILE}"))]
+    if not inner:
+        return load_rotations(folder, model, config)
+    fitting = []
+    for one in inner:
+        with contextlib.suppress(ResidualQuantError):
+            fitting.append((one.name, load_rotations(one, model, config)))
+    if len(fitting) != 1:
+        names = ", ".join(name for name, _ in fitting) or "none"
+        what = f"{model.name}, {config.label}, {config.reference}, {config.rotation}"
+        raise ResidualQuantError(f"one calibration in {folder} must be of {what}; these are: {names}; name its folder")
+    return fitting[0][1]
 
 
 def inspect(
     task: str = "words",
     config: str = "INT2/4 g=32",
     kv: Annotated[KVOptions, tyro.conf.arg(name="")] = KVOptions(),
+    trace: Path | None = None,
     rotations: Path | None = None,
     n: int = 8,
     queries: int = 64,
@@ -204,35 +224,41 @@ def inspect(
         task: words, algebra, stubs or asserts: whose training problems, with their solutions, to look at.
         config: The paper's label of the configuration.
         kv: Changes applied to the label.
-        rotations: Folder that calibrate wrote; oscar and optr_h are calibrated first, under data/runs, when left out.
+        trace: File that the trace command wrote, to look at instead of problems.
+        rotations: Folder of calibrations; oscar and optr_h are calibrated first, under data/runs, when left out.
         n: Problems to look at, none of which calibration has seen.
         queries: Last queries of each problem that the attention error is taken over.
-        model: A shipped model's name, a folder or a hub id; the task's own mini model when left out.
+        model: A shipped model's name, a folder or a hub id; the trace's or the task's own model when left out.
         device: cpu or cuda; the GPU where there is one when left out.
-        out: Folder of the results; data/runs/inspect/<model>.<task> when left out.
+        out: Folder of the results; data/runs/inspect/<model>.<task or trace> when left out.
     """
     from residualquant.evals.texts import unseen_texts
-    from residualquant.inspect import draw_inspection, inspect_trace, loop_means, worst
+    from residualquant.inspect import Traced, draw_inspection, inspect_trace, loop_means, worst
     from residualquant.repro.paths import runs_dir, show, write_atomic
-    from residualquant.rotation.calibration import CalibrationSizes
-    from residualquant.trace import collect
+    from residualquant.rotation.calibration import CALIBRATED, CalibrationSizes
 
     for name, value in (("n", n), ("queries", queries)):
         if value < 1:
             raise ValueError(f"{name} must be at least 1, got {value}")
-    loaded = _load(task, model, device)
-    (asked,) = kv.configs([config], loaded.kv_shape.loops)
-    learnt = _rotations(loaded, [asked], task, rotations).get(0)
-    sizes = CalibrationSizes()
-    texts = unseen_texts(loaded, task, sizes.fit, sizes.holdout, n)
-    states = (collect(loaded, [ids], queries=queries)[0] for ids in texts)
-    table = inspect_trace(states, asked, learnt, queries=queries)
-    out = out or runs_dir("inspect") / f"{loaded.name}.{task}"
+    if trace is None:
+        loaded, sizes = _load(task, model, device), CalibrationSizes()
+        seen = Traced.live(loaded, unseen_texts(loaded, task, sizes.fit, sizes.holdout, n), queries)
+    else:
+        loaded, seen = None, Traced.open(trace)
+    (asked,) = kv.configs([config], seen.shape.loops)
+    learnt = None
+    if asked.rotation in CALIBRATED or rotations is not None:
+        loaded = loaded or _load(task, model or seen.model, "cpu")
+        if loaded.weights_hash != seen.weights:
+            raise ResidualQuantError(f"{show(trace)} is not of {loaded.name} as it is now: its weights are others")
+        learnt = _rotations(loaded, [asked], task, rotations).get(0)
+    table = inspect_trace(seen.texts, asked, learnt, seen.layers, queries)
+    out = out or runs_dir("inspect") / f"{seen.model}.{task if trace is None else trace.stem}"
     write_atomic(out / "inspect.csv", table.to_csv(index=False, float_format="%.6g"))
     draw_inspection(table).save(out, "inspect")
     for rows in (loop_means(table), worst(table)):
         _print_table(rows.map(lambda x: f"{x:.4g}" if isinstance(x, float) else x).to_dict("records"))
-    print(f"{loaded.name}, {asked.label}, {n} problems of {task}: means per loop, worst places; all in {show(out)}")
+    print(f"{seen.model}, {asked.label}: means over layers and heads, worst places; everything in {show(out)}")
 
 
 def calibrate(
@@ -279,6 +305,63 @@ def calibrate(
     folder = calibration.artefact_folder(loaded, asked, task, sizes, out)
     _print_table(calibration.loss_table(folder))
     print(f"{loaded.name}, {asked.label}: rotations in {show(folder)}; losses are of held-out problems")
+
+
+def trace(
+    out: Path,
+    model: str | None = None,
+    task: str = "words",
+    n: int = 8,
+    start: int = 0,
+    split: str = "train",
+    text: tuple[Path, ...] = (),
+    loops: tuple[int, ...] | None = None,
+    layers: tuple[int, ...] | None = None,
+    edge: bool = False,
+    device: str | None = None,
+) -> None:
+    """Write the post-RoPE queries, keys and values of a model on some texts to one safetensors file (BF16).
+
+    The texts are a task's problems with their solutions, or files. Text i (from 0) gives i.ids [T], i.q [loops, layers,
+    query heads, T, D], i.k and i.v [loops, layers, KV heads, T, D].
+
+    Example: residualquant trace --task words --n 4 --layers 3 --out data/runs/trace/words.safetensors
+
+    Args:
+        out: The file to write.
+        model: A shipped model's name, a folder or a hub id; the task's own mini model when left out.
+        task: words, algebra, stubs or asserts.
+        n: Problems of the task.
+        start: The first of them, from 0.
+        split: train or test.
+        text: Text files to use instead of problems, each one text.
+        loops: Loops to keep, from 1; all when left out.
+        layers: Layers to keep, from 1; all when left out.
+        edge: Also keep the layers that run once (Huginn's prelude and coda), as i.edge_q, i.edge_k, i.edge_v.
+        device: cpu or cuda; the GPU where there is one when left out.
+    """
+    from tqdm.auto import tqdm
+
+    from residualquant.evals.tasks import MODEL_OF_TASK, TASKS
+    from residualquant.evals.texts import tokenizer_of, training_texts
+    from residualquant.models import load_model
+    from residualquant.repro.paths import show
+    from residualquant.trace import Selection, write_trace
+
+    if task not in TASKS:
+        raise ValueError(f"unknown task {task!r}; known: {', '.join(TASKS)}")
+    loaded = load_model(model or MODEL_OF_TASK[task], device=device)
+    from_0 = (chosen and tuple(i - 1 for i in chosen) for chosen in (loops, layers))
+    keep = Selection(*from_0, edge=edge).resolve(loaded)
+    if text:
+        texts = [tokenizer_of(loaded).encode(file.read_text()).ids for file in text]
+        source = ", ".join(file.name for file in text)
+    else:
+        texts = training_texts(loaded, task, n, start, split)
+        source = f"{task}, {split} problems {start} to {start + n - 1} with their solutions"
+    with tqdm(total=len(texts), desc=f"trace {loaded.name}") as bar:
+        write_trace(loaded, texts, out, keep, source, bar.update)
+    print(f"{loaded.name}, {source}: {out.stat().st_size / 2**20:.1f} MiB in {show(out)}")
 
 
 def reproduce(profile: Profile = "mini", fresh: bool = False) -> None:
@@ -407,6 +490,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "bits": bits,
     "train": train,
     "calibrate": calibrate,
+    "trace": trace,
     "eval": evaluate,
     "inspect": inspect,
     "reproduce": reproduce,

@@ -13,8 +13,10 @@ heads · H KV heads · G query heads per KV head · n queries · T tokens · D h
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import json
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -23,15 +25,17 @@ from torch import Tensor
 from residualquant.attention import make_finite
 from residualquant.cache import LayerRotations, RotationMap, loop_groups
 from residualquant.config import KVQuantConfig
-from residualquant.models.base import KVShape
+from residualquant.errors import ResidualQuantError
+from residualquant.models.base import KVShape, LoopedModel
+from residualquant.repro.paths import show
 from residualquant.residual import decode, encode
 from residualquant.rotation import Rotation
+from residualquant.trace import FORMAT, Captured, collect
 
 if TYPE_CHECKING:
     import pandas as pd
 
     from residualquant.repro.plots import Picture
-    from residualquant.trace import Captured
 
 MEASURES = {
     "residual_energy": "residual energy",
@@ -71,7 +75,9 @@ def inspect_trace(
         loops, count, heads, _, dim = text.k.shape
         if sums is None:
             layers = list(range(count) if layers is None else layers)
-            shape = KVShape(loops, max(layers, default=-1) + 1, heads, dim)
+            if not layers or min(layers) < 0 or len(set(layers)) < len(layers):
+                raise ValueError(f"layers must be different numbers from 0, got {layers}")
+            shape = KVShape(loops, max(layers) + 1, heads, dim)
             loop_groups(shape, config)
             basis = LayerRotations(config, shape, text.k.device, rotations)
             sums = _Sums.zeros(loops, len(layers), heads)
@@ -82,6 +88,72 @@ def inspect_trace(
     if sums is None:
         raise ValueError("at least one text is needed, got none")
     return _table(sums, config, layers)
+
+
+@dataclass(frozen=True, eq=False)
+class Traced:
+    """The states of a model on some texts, of a model at hand or of a file of ``residualquant trace``.
+
+    Attributes:
+        model, weights: name of the model and hash of its weights.
+        shape: its KV shape.
+        layers: the layers that are there, from 0.
+        texts: the states of each text, computed or read one by one; can be gone through once.
+    """
+
+    model: str
+    weights: str
+    shape: KVShape
+    layers: list[int]
+    texts: Iterator[Captured]
+
+    @classmethod
+    def live(cls, model: LoopedModel, texts: Sequence[Sequence[int]], queries: int = 64) -> Traced:
+        """The states of ``model`` on ``texts`` of token ids, with each one's last ``queries`` queries."""
+        shape = model.kv_shape
+        states = (collect(model, [ids], queries=queries)[0] for ids in texts)
+        return cls(model.name, model.weights_hash, shape, list(range(shape.layers)), states)
+
+    @classmethod
+    def open(cls, path: str | Path) -> Traced:
+        """The trace in ``path``, its names and shapes checked.
+
+        Raises:
+            ResidualQuantError: no such file, a truncated one, one that is no trace, or one without all loops.
+        """
+        from safetensors import SafetensorError, safe_open
+
+        where = show(Path(path))
+        try:
+            file = safe_open(path, framework="pt")
+            about = json.loads((file.metadata() or {})["about"])
+            if about["format"] != FORMAT:
+                raise ValueError(f"its format is {about['format']!r}, this version reads {FORMAT}")
+            shape, loops, layers = KVShape(**about["kv_shape"]), about["kept"]["loops"], list(about["kept"]["layers"])
+            names = file.keys()
+            count = sum(name.endswith(".k") for name in names)
+            for text in range(count):
+                sizes = [tuple(file.get_slice(f"{text}.{name}").get_shape()) for name in "qkv"]
+                _check_shapes(*sizes, (len(loops), len(layers)), shape)
+            if loops != list(range(shape.loops)):
+                held = ", ".join(str(loop + 1) for loop in loops)
+                raise ResidualQuantError(f"{where} holds loops {held} only, all {shape.loops} are needed")
+            return cls(about["model"], about["weights"], shape, layers, _read_texts(file, count))
+        except FileNotFoundError as error:
+            raise ResidualQuantError(f"there is no trace {where}: `residualquant trace` makes one") from error
+        except (SafetensorError, OSError, KeyError, TypeError, ValueError, AttributeError) as error:
+            raise ResidualQuantError(f"{where} is truncated or no trace: {error}") from error
+
+
+def _check_shapes(q: tuple, k: tuple, v: tuple, kept: tuple[int, int], shape: KVShape) -> None:
+    wanted = (*kept, shape.kv_heads, *k[3:4], shape.head_dim)
+    queries = (*kept, *q[2:4], shape.head_dim)
+    if k != wanted or v != wanted or q != queries or q[2] % shape.kv_heads or not 1 <= q[3] <= k[3]:
+        raise ValueError(f"q, k and v of a text have shapes {q}, {k} and {v}")
+
+
+def _read_texts(file, count: int) -> Iterator[Captured]:
+    return (Captured(*(file.get_tensor(f"{text}.{name}") for name in "qkv")) for text in range(count))
 
 
 @dataclass
@@ -111,7 +183,7 @@ def _add_layer(
         for total, values in ((sums.states, x), (sums.residual, residual), (sums.error, coded - x)):
             total[index, :, place] += values.square().sum((2, 3)).cpu()
     for loop in range(len(states[0])):
-        q = text.q[loop, place, :, -queries:].float()
+        q = make_finite(text.q[loop, place, :, -queries:].float())
         k, v = (x[loop] for x in states)
         output, *errors = (x.square().sum((1, 2, 3)).cpu() for x in _outputs(q, k, v, *(x[loop] for x in rebuilt), cfg))
         sums.output[:, loop, place] += output

@@ -7,18 +7,23 @@ D head dim. Layers that run once (``EDGE``) are seen only where they are asked f
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+import json
+import math
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from residualquant.attention import to_bf16
+from residualquant.errors import ResidualQuantError
 from residualquant.models.base import EDGE, KVShape, LoopedModel, causal_attention
-
-if TYPE_CHECKING:
-    pass
+from residualquant.repro.paths import show
+from residualquant.repro.provenance import provenance
 
 Visit = Callable[[int, int, Tensor, Tensor, Tensor], None]
 FORMAT = 1
@@ -162,3 +167,89 @@ def captured_bytes(shape: KVShape, q_heads: int, texts: Sequence[Sequence[int]],
     tokens = [len(ids) for ids in texts]
     rows = 2 * shape.kv_heads * sum(tokens) + q_heads * sum(t if queries is None else min(queries, t) for t in tokens)
     return 2 * shape.loops * shape.head_dim * rows
+
+
+def write_trace(
+    model: LoopedModel,
+    texts: Sequence[Sequence[int]],
+    out: str | Path,
+    keep: Selection = Selection(),
+    source: str = "",
+    done: Callable[[], Any] = lambda: None,
+) -> Path:
+    """Write the states of every text to one safetensors file, in the memory of one layer of one loop.
+
+    Text ``i`` (from 0) gives ``i.ids`` [T] int64, ``i.q`` [L, N, Hq, n, D], ``i.k`` and ``i.v`` [L, N, H, T, D] bf16 of
+    the loops and layers kept, and with edge layers ``i.edge_q``, ``i.edge_k``, ``i.edge_v`` with L = 1 and N of them.
+    The file has its full size from the start and is filled text by text; it gets its name when it is whole. Its
+    metadata ``about`` is JSON: model, weights, what was kept (from 0), ``source``, and what made it.
+
+    Args:
+        source: what the texts are.
+        done: called after every text.
+
+    Raises:
+        ValueError: no text, an empty one, or a selection that does not fit the model.
+        ResidualQuantError: the disk is full or the folder cannot be written; no partial file is left.
+    """
+    keep, out = keep.resolve(model), Path(out)
+    if not texts or not all(texts):
+        raise ValueError(f"texts must have at least one token each, got lengths {[len(ids) for ids in texts]}")
+    shapes: dict[str, tuple[int, ...]] = {f"{i}.ids": (len(ids),) for i, ids in enumerate(texts)}
+    for i, ids in enumerate(texts):
+        shapes |= {f"{i}.{name}": shape for name, shape in keep.shapes(model, len(ids)).items()}
+    header, places, size = _header(shapes, _about(model, keep, source))
+    partial = out.with_name(f".{out.name}.partial")
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with partial.open("wb") as file:
+            file.write(header)
+            os.posix_fallocate(file.fileno(), 0, len(header) + size)
+        for i, ids in enumerate(texts):
+            names = [name for name in shapes if name.startswith(f"{i}.")]
+            mapped = (_mapped(partial, len(header) + places[name], shapes[name]) for name in names)
+            into = dict(zip((name.partition(".")[2] for name in names), mapped))
+            into.pop("ids").copy_(torch.tensor(ids))
+            capture(model, ids, keep, into)
+            done()
+        partial.replace(out)
+    except OSError as error:
+        raise ResidualQuantError(f"{show(out)} could not be written ({error.strerror}); nothing was changed") from error
+    finally:
+        if partial.exists():
+            partial.unlink()
+    return out
+
+
+def _about(model: LoopedModel, keep: Selection, source: str) -> dict:
+    return {
+        "format": FORMAT,
+        "model": model.name,
+        "weights": model.weights_hash,
+        "compute_dtype": str(model.dtype).removeprefix("torch."),
+        "kv_shape": asdict(model.kv_shape),
+        "states": "post-RoPE q, k and v",
+        "kept": asdict(keep),
+        "source": source,
+        "provenance": provenance(str(model.device)),
+    }
+
+
+def _header(shapes: Mapping[str, tuple[int, ...]], about: dict) -> tuple[bytes, dict[str, int], int]:
+    """Header of a safetensors file, where each tensor's bytes start after it, and how many follow in all."""
+    entries: dict[str, Any] = {"__metadata__": {"about": json.dumps(about, sort_keys=True)}}
+    places, size = {}, 0
+    for name, shape in shapes.items():  # the int64 tensors come first, so that each lies at a multiple of its size
+        kind, width = ("I64", 8) if name.endswith(".ids") else ("BF16", 2)
+        places[name], size = size, size + width * math.prod(shape)
+        entries[name] = {"dtype": kind, "shape": shape, "data_offsets": [places[name], size]}
+    text = json.dumps(entries).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text, places, size
+
+
+def _mapped(path: Path, start: int, shape: tuple[int, ...]) -> Tensor:
+    """A tensor whose memory is the file's: int64 for the ids [T], else bf16."""
+    is_ids = len(shape) == 1
+    array = np.memmap(path, dtype=np.int64 if is_ids else np.int16, mode="r+", offset=start, shape=shape)
+    return torch.from_numpy(array) if is_ids else torch.from_numpy(array).view(torch.bfloat16)

@@ -2,16 +2,16 @@
 
 import importlib
 
+import pandas as pd
 import pytest
-import torch
 
 from residualquant import generate, load_model, preset
 from residualquant.evals.run import evaluate
-from residualquant.inspect import inspect_trace
+from residualquant.inspect import Traced, inspect_trace
 from residualquant.models.base import KVShape
 from residualquant.repro.records import read_records
 from residualquant.rotation.calibration import CalibrationSizes, calibrated, rotations_hash
-from residualquant.trace import collect
+from residualquant.trace import write_trace
 
 WORDS = "Adam has 3 apples. Bea has twice as many."
 
@@ -112,10 +112,13 @@ def test_it_is_evaluated_with_calibrated_rotations(model, learnt, tmp_path):
     assert cells[0].identity["weights"] == model.weights_hash and cells[0].identity["decoding"]["eos"] == [1]
 
 
-def test_it_is_traced_and_inspected(model, learnt):
+def test_it_is_traced_and_inspected(model, learnt, tmp_path):
     config, rotations = learnt
-    (states,) = collect(model, [model.tokenizer.encode(WORDS).ids], queries=4)
-    assert states.q.shape[:3] == (2, 2, 4) and states.k.shape[:3] == (2, 2, 2)
-    table = inspect_trace([states], config, rotations)
+    ids = model.tokenizer.encode(WORDS).ids
+    seen = Traced.open(write_trace(model, [ids], tmp_path / "t.safetensors"))
+    assert (seen.shape, seen.weights, seen.layers) == (model.kv_shape, model.weights_hash, [0, 1])
+    table = inspect_trace(seen.texts, config, rotations, queries=4)
     assert len(table) == 2 * 2 * 2 * 2 and (table.attention_error > 0).all()
-    assert torch.tensor(table[table.loop == 2].residual_energy.to_numpy()).eq(1).all()
+    assert (table[table.loop == 2].residual_energy == 1).all()
+    live = inspect_trace(Traced.live(model, [ids], queries=4).texts, config, rotations)
+    pd.testing.assert_frame_equal(live, table)

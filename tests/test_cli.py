@@ -11,7 +11,8 @@ import stand_ins
 import torch
 
 from residualquant import cli
-from residualquant.models import Ouro, OuroConfig
+from residualquant.config import preset
+from residualquant.models import Huginn, HuginnConfig, Ouro, OuroConfig
 from residualquant.repro import paths
 from residualquant.repro.records import read_records
 from residualquant.repro.run import marker_path, run_lock
@@ -83,6 +84,7 @@ def test_bits_lists_every_label_when_none_is_given(capsys):
         (("inspect", "--task", "wrods"), "unknown task 'wrods'; known: words"),
         (("inspect", "--model", "nobody"), "no model 'nobody'"),
         (("inspect", "--queries", "0"), "queries must be at least 1, got 0"),
+        (("inspect", "--trace", "nowhere"), "there is no trace nowhere: `residualquant trace` makes one"),
     ],
 )
 def test_what_the_user_can_mend_is_one_sentence_and_exit_code_2(capsys, home, argv, sentence):
@@ -205,11 +207,24 @@ def test_eval_calibrates_keeps_and_takes_rotations(capsys, home, tiny_model, mon
     kept = file.read_bytes()
     monkeypatch.setattr(calibration, "calibrated_many", None)
     monkeypatch.setattr("residualquant.engine.iter_decode", None)
-    assert call(capsys, *argv, "--rotations", str(folder))[:2] == (0, out) and file.read_bytes() == kept
+    for given in (folder, folder.parent):
+        assert call(capsys, *argv, "--rotations", str(given))[:2] == (0, out) and file.read_bytes() == kept
+    code, _, err = call(capsys, *EVAL, "INT2 g=16", *argv[5:], "--rotations", str(folder.parent))
+    assert code == 2 and "must be of tiny, INT2 g=16, last, optr_h; these are: none; name its folder" in err
     code, _, err = call(capsys, *EVAL, "INT2 g=16", *argv[5:], "--rotations", str(folder))
     assert code == 2 and "was calibrated for group_size=32, the configuration has 16" in err
-    inspected = ("inspect", "--config", "INT2 g=32", "--rotation", "optr_h", "--rotations", str(folder), "--n", "1")
-    assert call(capsys, *inspected)[0] == 0
+
+
+def test_eval_counts_the_layers_that_run_once_apart(capsys, home, tiny_model, monkeypatch):
+    torch.manual_seed(0)
+    model = Huginn(HuginnConfig(64, 1, 64, 258, 1, 2, 1, mean_recurrence=8)).eval()
+    model.name, model.weights_hash, model.tokenizer = "tiny", "0" * 64, tiny_model.tokenizer
+    monkeypatch.setattr("residualquant.models.load_model", lambda name, device=None: model)
+    code, out, err = call(capsys, *EVAL, "BF16", "INT2/4 g=32", "--n", "1", "--max-new-tokens", "2")
+    assert code == 0 and "with edge layers" in out, err
+    core = preset("INT2/4 g=32").effective_bits(64)
+    row = next(line for line in out.splitlines() if line.startswith("INT2/4"))
+    assert f" {core:.4g} " in row and f" {(16 * core + 2 * 4.5) / 18:.4g} " in row
 
 
 def test_eval_without_bf16_tests_nothing(capsys, home, tiny_model):
@@ -224,6 +239,16 @@ def test_inspect_writes_table_and_heat_map(capsys, home, tiny_model):
     assert {f.name for f in folder.iterdir()} == {"inspect.csv", "inspect.png", "inspect.pdf"}
     lines = (folder / "inspect.csv").read_text().splitlines()
     assert lines[0] == "layer,loop,head,of,bits,reference,residual_energy,nmse,attention_error" and len(lines) == 9
+
+
+def test_inspect_reads_what_trace_wrote(capsys, home, tiny_model):
+    file = home / "t.safetensors"
+    assert call(capsys, "trace", "--n", "1", "--out", str(file))[0] == 0
+    code, out, err = call(capsys, "inspect", "--trace", str(file), "--queries", "3")
+    assert code == 0 and "data/runs/inspect/tiny.t" in out, err
+    tiny_model.weights_hash = "1" * 64
+    code, _, err = call(capsys, "inspect", "--trace", str(file), "--rotation", "optr_h")
+    assert code == 2 and err == "residualquant: t.safetensors is not of tiny as it is now: its weights are others\n"
 
 
 def test_eval_without_a_tokenizer_is_one_sentence(capsys, home, tiny_model):

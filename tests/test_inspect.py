@@ -1,15 +1,20 @@
 """Inspection of a configuration on traced states, against the formulas written out token by token."""
 
 import dataclasses
+import json
 import warnings
 from types import SimpleNamespace
 
 import pandas as pd
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from residualquant.config import KVQuantConfig, preset
-from residualquant.inspect import MEASURES, draw_inspection, inspect_trace, loop_means, worst
+from residualquant.errors import ResidualQuantError
+from residualquant.inspect import MEASURES, Traced, draw_inspection, inspect_trace, loop_means, worst
+from residualquant.models import Huginn, HuginnConfig
+from residualquant.models.base import KVShape
 from residualquant.residual import decode, encode
 from residualquant.rotation import Rotation
 
@@ -101,6 +106,16 @@ def test_loop_groups_of_a_long_recurrence():
         assert (row.residual_energy == 1) == (loop == anchor)
 
 
+def test_a_recurrent_model_at_hand():
+    torch.manual_seed(0)
+    model = Huginn(HuginnConfig(128, 2, 64, 50, 1, 2, 1, mean_recurrence=8)).eval()
+    seen = Traced.live(model, [list(range(9)), list(range(5))], queries=3)
+    assert (seen.shape, seen.layers) == (KVShape(8, 2, 2, 64), [0, 1])
+    table = inspect_trace(seen.texts, preset("INT2/4 g=32", rotation="hadamard"))
+    assert len(table) == 8 * 2 * 2 * 2 and set(table[table.loop == 5].reference) == {8}
+    assert table[list(MEASURES)].notna().all(axis=None)
+
+
 def test_a_layer_of_its_own_precision():
     x = text()
     plain, mixed = preset("INT2 g=32"), preset("INT2 g=32", layer_bits=((1, (16, 16, 16, 16)),))
@@ -148,7 +163,7 @@ def test_a_trace_of_some_layers():
 def test_values_that_are_not_finite_spoil_nothing_else():
     x = text()
     good = inspect_trace([x], preset("INT2 g=32"))
-    x.v[0, 0, 0, 3, 5] = torch.nan
+    x.v[0, 0, 0, 3, 5] = x.q[0, 0, 0, 1, 2] = torch.nan
     bad = inspect_trace([x], preset("INT2 g=32"))
     assert bad[list(MEASURES)].notna().all(axis=None)
     other = (bad.layer == 2) | (bad["head"] == 2)
@@ -168,6 +183,9 @@ BAD = {
     "queries": ([text()], preset("INT2 g=32"), {"queries": 0}, "queries must be at least 1, got 0"),
     "two models": ([text(), text(layers=3)], preset("INT2 g=32"), {}, r"must hold 2 layers of .*got k of \[4, 3"),
     "layers": ([text()], preset("INT2 g=32"), {"layers": [0]}, "must hold 1 layers"),
+    "no layer": ([text()], preset("INT2 g=32"), {"layers": []}, r"different numbers from 0, got \[\]"),
+    "layers below 0": ([text()], preset("INT2 g=32"), {"layers": [0, -1]}, r"from 0, got \[0, -1\]"),
+    "a layer twice": ([text()], preset("INT2 g=32"), {"layers": [1, 1]}, r"from 0, got \[1, 1\]"),
     "no rotations": ([text()], preset("INT2 g=32", rotation="optr_h"), {}, "no optr_h rotation was given"),
     "groups": ([text(dim=80)], preset("INT2 g=32"), {}, "80 is not divisible by the group size 32"),
 }
@@ -187,11 +205,6 @@ def test_a_heat_map_of_equal_or_absent_values_is_drawn_without_a_warning(cfg):
         assert draw_inspection(inspect_trace([text(layers=1, tokens=6)], cfg)).png.startswith(b"\x89PNG")
 
 
-def test_a_heat_map_is_the_same_bytes_every_time():
-    table = inspect_trace([text(layers=1, tokens=6)], preset("INT2/4 g=32"))
-    assert draw_inspection(table).png == draw_inspection(table).png
-
-
 def test_summaries():
     table = inspect_trace([text()], preset("INT2/4 g=32"))
     top = worst(table, 3)
@@ -200,3 +213,59 @@ def test_summaries():
     assert len(means) == 8
     mine = table[(table.of == "V") & (table.loop == 2)]
     assert means[(means.of == "V") & (means.loop == 2)].nmse.item() == pytest.approx(mine.nmse.mean())
+
+
+# ------------------------------------------------------------------------------------------- trace files
+
+
+SHAPE = {"loops": 4, "layers": 3, "kv_heads": 2, "head_dim": 64}
+
+
+def write(path, texts, loops=(0, 1, 2, 3), layers=(0, 2), drop="", **about):
+    """A trace file as ``residualquant trace`` writes it."""
+    tensors = {f"{i}.{name}": getattr(x, name).contiguous() for i, x in enumerate(texts) for name in "qkv"}
+    tensors |= {f"{i}.ids": torch.arange(x.k.shape[3]) for i, x in enumerate(texts)}
+    tensors = {name: x for name, x in tensors.items() if name != drop}
+    known = {"format": 1, "model": "tiny", "weights": "0" * 64, "kv_shape": SHAPE}
+    known |= {"kept": {"loops": loops, "layers": layers}, **about}
+    save_file(tensors, path, {"about": json.dumps(known)})
+    return path
+
+
+def test_a_trace_file_gives_what_its_states_give(tmp_path):
+    texts = [text(tokens=7), text(tokens=9, seed=1)]
+    seen = Traced.open(write(tmp_path / "t.safetensors", texts))
+    assert (seen.model, seen.weights, seen.shape, seen.layers) == ("tiny", "0" * 64, KVShape(**SHAPE), [0, 2])
+    cfg = preset("INT2/4 g=32")
+    pd.testing.assert_frame_equal(
+        inspect_trace(seen.texts, cfg, layers=seen.layers), inspect_trace(texts, cfg, layers=[0, 2])
+    )
+
+
+HARM = {
+    "absent": (lambda p: p.unlink(), "there is no trace .*`residualquant trace` makes one"),
+    "empty": (lambda p: p.write_bytes(b""), "is truncated or no trace"),
+    "cut": (lambda p: p.write_bytes(p.read_bytes()[:-1]), "is truncated or no trace"),
+    "text": (lambda p: p.write_text("notes"), "is truncated or no trace"),
+    "a folder": (lambda p: (p.unlink(), p.mkdir()), "is truncated or no trace"),
+    "other tensors": (lambda p: save_file({"x": torch.ones(1)}, p), "is truncated or no trace: 'about'"),
+    "no JSON": (lambda p: save_file({"x": torch.ones(1)}, p, {"about": "{"}), "is truncated or no trace"),
+    "a list": (lambda p: save_file({"x": torch.ones(1)}, p, {"about": "[]"}), "is truncated or no trace"),
+    "format": (lambda p: write(p, [text()], format=9), "its format is 9, this version reads 1"),
+    "no shape": (lambda p: write(p, [text()], kv_shape=None), "is truncated or no trace"),
+    "other shape": (lambda p: write(p, [text()], kv_shape=SHAPE | {"head_dim": 32}), "of a text have shapes"),
+    "no values": (lambda p: write(p, [text()], drop="0.v"), "is truncated or no trace"),
+    "other layers": (lambda p: write(p, [text()], layers=(0,)), "of a text have shapes"),
+    "odd loops": (lambda p: write(p, [text()], loops=("a", 1, 2, 3)), "is truncated or no trace"),
+    "some loops": (lambda p: write(p, [text(loops=2)], loops=(0, 3)), "holds loops 1, 4 only, all 4 are needed"),
+    "odd heads": (lambda p: write(p, [SimpleNamespace(**vars(text()) | {"q": text().q[:, :, :3]})]), "have shapes"),
+}
+
+
+@pytest.mark.parametrize("case", HARM)
+def test_a_file_that_is_no_whole_trace_is_one_sentence(tmp_path, case):
+    path = write(tmp_path / "t.safetensors", [text()])
+    harm, sentence = HARM[case]
+    harm(path)
+    with pytest.raises(ResidualQuantError, match=sentence):
+        Traced.open(path)

@@ -57,6 +57,7 @@ def identity_of(
         "rotations": None if rotations is None else rotations_hash(rotations),
         "decoding": {"strategy": "greedy", "max_new_tokens": max_new_tokens, "eos": sorted(model.stop_ids)},
         "seed": seed,
+        "state_seed": getattr(model, "state_seed", None),
         "scorers": scorer_versions(task),
         "method": method_hash(),
         "device": model.device.type,
@@ -147,6 +148,7 @@ def _check_model(model: LoopedModel) -> None:
 def _check_configs(model: LoopedModel, configs: Sequence[KVQuantConfig], rotations: Mapping[int, RotationMap]) -> None:
     """Calibrated configurations, and they alone, have rotations that fit the model; no two have the same codec."""
     from residualquant.cache import LayerRotations, loop_groups
+    from residualquant.layout import check_head_dim
     from residualquant.rotation.calibration import CALIBRATED, rotations_hash
 
     codecs = set()
@@ -161,6 +163,7 @@ def _check_configs(model: LoopedModel, configs: Sequence[KVQuantConfig], rotatio
         if index in rotations and not wanted:
             raise ValueError(f"rotations were given for {config.label}, whose rotation={config.rotation!r} has none")
         LayerRotations(config, model.kv_shape, model.device, rotations.get(index))
+        check_head_dim(config, model.kv_shape.head_dim)
         codecs.add(None if config.is_off else (config, rotations_hash(rotations[index]) if wanted else None))
     if not configs or len(codecs) < len(configs):
         raise ValueError(f"need one or more configurations of distinct codecs, got {[c.label for c in configs]}")

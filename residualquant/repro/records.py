@@ -272,7 +272,7 @@ class Lock:
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            holder = os.read(self._file, 20).decode() or "unknown"
+            holder = os.read(self._file, 20).decode(errors="replace") or "unknown"
             os.close(self._file)
             if isinstance(error, BlockingIOError):
                 message = f"{show(self.target)} is being written by another run (process {holder}); wait for it to end"
@@ -294,7 +294,7 @@ class Lock:
         except OSError:
             return None
         try:
-            if named := os.read(file, 20).decode():  # a killed holder's name stays in the file
+            if named := os.read(file, 20).decode(errors="replace"):  # a killed holder's name stays in the file
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
             return named
