@@ -250,6 +250,7 @@ def _compare_file(committed: Path, ours: Path) -> str:
         raise ResidualQuantError(f"{paths.show(committed)} could not be read: {error}") from error
     if "accuracy_pct" not in new.columns or "accuracy_pct" not in old.columns:
         return f"{ours.name}: differs from the committed file"
+    old, new = (rows.dropna(subset=["accuracy_pct"]) for rows in (old, new))
     key = [name for name in _ROW_KEY if name in new.columns and name in old.columns]
     both = new.merge(old, on=key, suffixes=("", "_old"))
     same = (both.correct == both.correct_old) & (both.n == both.n_old)
