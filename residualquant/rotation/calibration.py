@@ -8,6 +8,8 @@ forward pass per text.
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import hashlib
 import json
 import time
@@ -39,6 +41,8 @@ from residualquant.rotation.states import BATCH_VALUES, States, Unit, batches, s
 from residualquant.trace import captured_bytes, collect
 
 __all__ = [
+    "CALIBRATED",
+    "PAPER_SIZES",
     "CalibrationSizes",
     "artefact_folder",
     "calibrate",
@@ -52,6 +56,7 @@ __all__ = [
 
 CALIBRATED = ("oscar", "optr_h")
 CPU_MEMORY = 2 * 2**30
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # glibc's names of settings of its allocator
 CUDA_MEMORY_FRACTION = 0.3
 
 Texts = Sequence[Sequence[int]]
@@ -76,11 +81,14 @@ class CalibrationSizes:
                 raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)!r}")
 
 
+PAPER_SIZES = CalibrationSizes()
+
+
 def calibrated(
     model: LoopedModel,
     config: KVQuantConfig,
     task: str,
-    sizes: CalibrationSizes = CalibrationSizes(),
+    sizes: CalibrationSizes = PAPER_SIZES,
     folder: str | Path = "",
     progress: bool = True,
 ) -> RotationMap:
@@ -92,7 +100,7 @@ def calibrated_many(
     model: LoopedModel,
     configs: Sequence[KVQuantConfig],
     task: str,
-    sizes: CalibrationSizes = CalibrationSizes(),
+    sizes: CalibrationSizes = PAPER_SIZES,
     folder: str | Path = "",
     progress: bool = True,
 ) -> list[RotationMap]:
@@ -185,6 +193,7 @@ def calibrate(
         artefact = Artefact.resume(Path(folder), identity, str(model.device))
         units = {(group, layer) for layer in range(model.kv_shape.layers) for group in range(groups)}
         jobs.append(_Job(cfg, artefact, units - artefact.units))
+    _keep_freed_memory()
     plan = _Plan(model, jobs, fit_texts, held_out, settings, memory_bytes)
     with tqdm(total=plan.total, desc="calibrate", disable=not progress) as bar:
         for layers in plan.passes:
@@ -214,6 +223,14 @@ def rotations_hash(rotations: RotationMap) -> str:
         for part in (rotations[key].matrix, rotations[key].means):
             digest.update(b"-" if part is None else part.detach().cpu().contiguous().numpy().tobytes())
     return digest.hexdigest()
+
+
+def _keep_freed_memory() -> None:
+    """Tell glibc to keep freed memory for what comes next: fetching it anew at every step is half of a CPU's time."""
+    with contextlib.suppress(OSError, AttributeError):  # another C library
+        libc = ctypes.CDLL(None)
+        libc.mallopt(M_TRIM_THRESHOLD, 2**30)
+        libc.mallopt(M_MMAP_THRESHOLD, 2**25)
 
 
 def _check_config(model: LoopedModel, cfg: KVQuantConfig) -> int:
