@@ -1,4 +1,3 @@
-
 """The batched decode engine against plain decoding on a packed cache, one sequence at a time.
 
 Models are float64 here, so that sums taken in another order flip no code and tokens can be compared exactly.

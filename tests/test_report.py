@@ -54,7 +54,7 @@ def test_the_page_is_whole_and_loads_nothing(text):
     assert all(source.startswith("data:image/png;base64,") for source in page.sources)
     assert all(page.alts)
     assert not re.search(r"https?://|@import|url\(", re.sub(r"base64,[^\"]+", "", text))
-    assert "viewport" in text and "@media print" in text and "missing\">" not in text
+    assert "viewport" in text and "@media print" in text and 'missing">' not in text
 
 
 def test_paper_stands_beside_ours(text):

@@ -214,7 +214,8 @@ class Huginn(LoopedModel):
         self.config = config
         self.transformer = HuginnTrunk(config)
         self.edge_layers = config.n_layers_in_prelude + config.n_layers_in_coda
-        self._initialise()
+        if not self.lm_head.weight.is_meta:
+            self._initialise()
 
     def _initialise(self) -> None:
         """Huginn's initialisation, but for the adapter."""
