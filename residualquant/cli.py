@@ -176,14 +176,14 @@ def calibrate(
     """
     from residualquant.evals.tasks import MODEL_OF_TASK, TASKS
     from residualquant.models import load_model
-    from residualquant.repro.paths import runs_dir, show
+    from residualquant.repro.paths import show
     from residualquant.rotation import calibration
 
     if task not in TASKS:
         raise ValueError(f"unknown task {task!r}; known: {', '.join(TASKS)}")
     (asked,) = kv.configs([config])
     loaded = load_model(model or MODEL_OF_TASK[task], device=device)
-    sizes, out = calibration.CalibrationSizes(fit, holdout, steps, seed), out or runs_dir("rotations")
+    sizes = calibration.CalibrationSizes(fit, holdout, steps, seed)
     calibration.calibrated(loaded, asked, task, sizes, out)
     folder = calibration.artefact_folder(loaded, asked, task, sizes, out)
     _print_table(calibration.loss_table(folder))

@@ -89,7 +89,7 @@ def calibrated(
     config: KVQuantConfig,
     task: str,
     sizes: CalibrationSizes = PAPER_SIZES,
-    folder: str | Path = "",
+    folder: str | Path | None = None,
     progress: bool = True,
 ) -> RotationMap:
     """The rotations of one configuration: :func:`calibrated_many` of it alone."""
@@ -101,7 +101,7 @@ def calibrated_many(
     configs: Sequence[KVQuantConfig],
     task: str,
     sizes: CalibrationSizes = PAPER_SIZES,
-    folder: str | Path = "",
+    folder: str | Path | None = None,
     progress: bool = True,
 ) -> list[RotationMap]:
     """The rotations of every configuration: those kept under ``folder``, and the others calibrated and kept there.
@@ -114,7 +114,7 @@ def calibrated_many(
         configs: how K and V will be coded; the rotation of each is "oscar" or "optr_h".
         task: any task of the family whose training problems, with their solutions, to use.
         sizes: how many of them, and how long to fit.
-        folder: where the artefacts are kept.
+        folder: where the artefacts are kept; ``data/runs/rotations`` when None.
         progress: show a bar, and one line per configuration with its losses before (Hadamard) and after.
 
     Returns:
@@ -131,7 +131,7 @@ def calibrated_many(
 
 
 def artefact_folder(
-    model: LoopedModel, config: KVQuantConfig, task: str, sizes: CalibrationSizes, folder: str | Path
+    model: LoopedModel, config: KVQuantConfig, task: str, sizes: CalibrationSizes, folder: str | Path | None = None
 ) -> Path:
     """Where :func:`calibrated` keeps the rotations of these arguments."""
     return _folder(model, config, _calibration_of(model, task, sizes), folder)
@@ -146,13 +146,16 @@ def _calibration_of(model: LoopedModel, task: str, sizes: CalibrationSizes) -> d
     return {"fit_texts": fit_texts, "held_out": held_out, "task": "+".join(family_of(task)), "settings": settings}
 
 
-def _folder(model: LoopedModel, cfg: KVQuantConfig, given: Mapping[str, Any], folder: str | Path) -> Path:
+def _folder(model: LoopedModel, cfg: KVQuantConfig, given: Mapping[str, Any], folder: str | Path | None) -> Path:
     """A legible name, and another one for another identity."""
+    from residualquant.repro.paths import runs_dir
+
     identity = json.dumps(_identity(model, cfg, **given), sort_keys=True)
     bits = ("" if max(cfg.bits) < 10 else "-").join(map(str, cfg.bits))
     settings = f"{cfg.rotation}.{cfg.reference}.{bits}-g{cfg.group_size}"
     digest = hashlib.sha256(identity.encode()).hexdigest()[:12]
-    return Path(folder) / f"{model.name.replace('/', '--')}.{settings}.{digest}"
+    parent = runs_dir("rotations") if folder is None else Path(folder)
+    return parent / f"{model.name.replace('/', '--')}.{settings}.{digest}"
 
 
 def calibrate(
