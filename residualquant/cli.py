@@ -291,15 +291,11 @@ def calibrate(
         out: Folder for calibrations, each in a folder of its own; data/runs/rotations when left out.
         device: cpu or cuda; the GPU where there is one when left out.
     """
-    from residualquant.evals.tasks import MODELS, TASKS
-    from residualquant.models import load_model
     from residualquant.repro.paths import runs_dir, show
     from residualquant.rotation import calibration
 
-    if task not in TASKS:
-        raise ValueError(f"unknown task {task!r}; known: {', '.join(TASKS)}")
-    (asked,) = kv.configs([config])
-    loaded = load_model(model or MODELS["ouro"][task], device=device)
+    loaded = _load(task, model, device)
+    (asked,) = kv.configs([config], loaded.kv_shape.loops)
     sizes, out = calibration.CalibrationSizes(fit, holdout, steps, seed), out or runs_dir("rotations")
     calibration.calibrated(loaded, asked, task, sizes, out)
     folder = calibration.artefact_folder(loaded, asked, task, sizes, out)
@@ -342,15 +338,11 @@ def trace(
     """
     from tqdm.auto import tqdm
 
-    from residualquant.evals.tasks import MODEL_OF_TASK, TASKS
     from residualquant.evals.texts import tokenizer_of, training_texts
-    from residualquant.models import load_model
     from residualquant.repro.paths import show
     from residualquant.trace import Selection, write_trace
 
-    if task not in TASKS:
-        raise ValueError(f"unknown task {task!r}; known: {', '.join(TASKS)}")
-    loaded = load_model(model or MODEL_OF_TASK[task], device=device)
+    loaded = _load(task, model, device)
     from_0 = (chosen and tuple(i - 1 for i in chosen) for chosen in (loops, layers))
     keep = Selection(*from_0, edge=edge).resolve(loaded)
     if text:

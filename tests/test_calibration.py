@@ -529,3 +529,39 @@ def test_the_benchmarks_record(tmp_path, monkeypatch):
 @pytest.mark.gpu
 def test_a_layer_of_ouro_on_the_gpu():
     assert bench.measure("cuda").seconds <= 10
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("cfg", [CONFIG, replace(CONFIG, rotation="oscar")], ids=lambda c: c.rotation)
+def test_the_gpu_fits_what_the_processor_fits(model, tmp_path, cfg):
+    settings = OptRHSettings(steps=2, check_every=1, queries=8)
+    texts = random_texts(0), random_texts(1)
+    losses = []
+    for device in ("cpu", "cuda"):
+        there = tiny_model().to(device)
+        calibrate(there, {tmp_path / device: cfg}, *texts, settings=settings, progress=False)
+        losses.append(json.loads((tmp_path / device / "calibration.json").read_text())["losses"])
+    for unit, kinds in losses[0].items():
+        for kind, loss in kinds.items():
+            assert losses[1][unit][kind]["before"] == pytest.approx(loss["before"], rel=0.01)
+            assert losses[1][unit][kind]["after"] == pytest.approx(loss["after"], rel=0.1)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name, seconds", [("ouro", 8), ("huginn", 20)])
+def test_a_mini_on_the_gpu(tmp_path, name, seconds):
+    """The shapes of the minis and the paper's sizes; fitting alone, since capturing serves all configurations."""
+    torch.manual_seed(0)
+    if name == "ouro":
+        mini = Ouro(OuroConfig(256, 704, 4, 2, 2, 128, 512))
+    else:
+        mini = Huginn(HuginnConfig(288, 3, 768, 512, 1, 2, 1, mean_recurrence=32))
+    mini = mini.cuda().eval().requires_grad_(False)
+    generator = torch.Generator().manual_seed(0)
+    texts = torch.randint(2, 500, (256, 300), generator=generator).tolist()
+    warm = {tmp_path / "warm": replace(CONFIG, group_size=16)}
+    calibrate(mini, warm, texts[:2], texts[2:4], settings=replace(QUICK, queries=64), progress=False)
+    calibrate(mini, {tmp_path / "one": CONFIG}, texts[:128], texts[128:], progress=False)
+    taken = json.loads((tmp_path / "one" / "calibration.json").read_text())["seconds"]
+    print(f"\n{name}: {taken} s")
+    assert taken <= seconds

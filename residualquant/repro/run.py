@@ -78,9 +78,7 @@ def fingerprint(profile: Profile) -> str:
 
 def _outputs(profile: str) -> dict[str, str]:
     """{path: sha256} of every file of the profile under data/ and figures/, hidden ones left out."""
-    return {
-        paths.show(file): hashlib.sha256(file.read_bytes()).hexdigest() for file in paths.visible_outputs(profile)
-    }
+    return {paths.show(file): hashlib.sha256(file.read_bytes()).hexdigest() for file in paths.visible_outputs(profile)}
 
 
 def reproduce(profile: str | Profile = "mini", fresh: bool = False, log: Log = print) -> None:

@@ -12,7 +12,7 @@ from residualquant.cache import LayerRotations, RotationMap
 from residualquant.config import KVQuantConfig
 from residualquant.models.base import KVShape, LoopedModel
 from residualquant.rotation import Rotation
-from residualquant.rotation.calibration import CalibrationSizes, output_gram
+from residualquant.rotation.calibration import PAPER_SIZES, CalibrationSizes, output_gram
 from residualquant.rotation.optr_h import output_energy, recode_texts, value_loss
 from residualquant.rotation.states import BATCH_VALUES, LAST_QUERIES, States, attend, batches, states_of
 from residualquant.trace import collect
@@ -26,7 +26,7 @@ def rotation_errors(
     task: str,
     configs: Sequence[KVQuantConfig],
     rotations: Mapping[int, RotationMap],
-    sizes: CalibrationSizes = CalibrationSizes(),
+    sizes: CalibrationSizes = PAPER_SIZES,
     n: int = 64,
 ) -> pd.DataFrame:
     """Attention-output error of configurations on a third split, which neither fitting nor choosing has seen.
