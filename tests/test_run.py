@@ -178,7 +178,7 @@ def test_tables_and_figures_come_from_the_records_without_a_model(home, monkeypa
         run.make_tables("tiny", ["tabel2"])
     with pytest.raises(ValueError, match="no figure 'x'"):
         run.make_figures("tiny", ["x"])
-    with pytest.raises(ResidualQuantError, match="table1_problems.csv is missing: `make reproduce PROFILE=tiny`"):
+    with pytest.raises(ResidualQuantError, match=r"table1_problems\.csv is missing: `make reproduce PROFILE=tiny`"):
         run.make_tables("tiny", ["table1"])
     said.clear()
     run.make_tables("tiny", log=said.append)  # all that can be made

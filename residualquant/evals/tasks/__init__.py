@@ -57,8 +57,16 @@ FROZEN = {
         "asserts": Frozen(4, 220),
     },
 }
-# The shipped model of each family for a task: one for maths, one for code.
-MODELS = {family: dict(zip(TASKS, (f"mini-{family}-maths",) * 2 + (f"mini-{family}-code",) * 2)) for family in FROZEN}
+# The shipped model of each family for a task.
+MODELS = {
+    "ouro": {
+        "words": "mini-ouro-maths",
+        "algebra": "mini-ouro-maths",
+        "stubs": "mini-ouro-code",
+        "asserts": "mini-ouro-code",
+    },
+    "huginn": dict.fromkeys(TASKS, "mini-huginn"),
+}
 PAD_ID, EOS_ID = 0, 1
 
 _MAKERS = {"words": words.make, "algebra": algebra.make, "stubs": code.make_stub, "asserts": code.make_assert}
