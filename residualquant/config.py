@@ -119,6 +119,11 @@ class KVQuantConfig:
         return all(bits == RAW_BITS for loops in precisions for bits in loops)
 
     @property
+    def has_windows(self) -> bool:
+        """True where the cache keeps some tokens in BF16."""
+        return self.sink_tokens + self.recent_tokens > 0
+
+    @property
     def anchor(self) -> int | None:
         """The loop coded first and alone, or None for direct coding (Sec. 3.2)."""
         if self.reference == "direct":

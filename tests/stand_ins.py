@@ -1,4 +1,4 @@
-"""A model and a decoder that cost nothing: answers are a fixed function of (problem, configuration)."""
+"""Models and a decoder that cost nothing: answers are a fixed function of (problem, configuration) or of the ids."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from types import SimpleNamespace
 
 import torch
 
+from residualquant.attention import to_bf16
 from residualquant.evals.tasks import FROZEN, TASKS, problems
-from residualquant.models.base import KVShape
+from residualquant.models.base import EDGE, KVShape, LoopedModel, LoopedOutput
 from residualquant.rotation import Rotation
 from residualquant.rotation.hadamard import hadamard_matrix
 
@@ -43,6 +44,63 @@ def stand_in_model(name="mini-ouro-maths"):
         stop_ids={1},
         tokenizer=TextTokenizer(),
     )
+
+
+SCRIPTED_SHAPE = KVShape(loops=4, layers=2, kv_heads=2, head_dim=64)
+
+
+class ScriptedModel(LoopedModel):
+    """A looped model whose K and V are known beforehand: a function of token, position, loop and layer alone.
+
+    Token t is followed by (5 t + position) mod 64 whatever attention returns, so rows of all configurations decode the
+    same tokens. ``edge_layers`` layers run once, half of them before the loops.
+    """
+
+    def __init__(self, shape=SCRIPTED_SHAPE, edge_layers=2, query_heads=4):
+        super().__init__()
+        self.config = SimpleNamespace(vocab_size=64, max_position_embeddings=64)
+        self.shape, self.edge_layers, self.query_heads = shape, edge_layers, query_heads
+        self.lm_head = torch.nn.Linear(1, 64, bias=False)
+        generator = torch.Generator().manual_seed(0)
+        size = (shape.loops * shape.layers + edge_layers, 2, shape.kv_heads, shape.head_dim)
+        self.tables = [torch.randn(64, *size, generator=generator) for _ in range(2)]
+        shared = torch.randn(64, 1, *size[1:], generator=generator)  # loops resemble each other
+        self.tables.append(shared)
+
+    @property
+    def kv_shape(self):
+        return self.shape
+
+    def states(self, ids, positions):
+        """K and V [..., slots, 2, H, D] of tokens [...], FP32; loop by loop, then the layers that run once."""
+        by_token, by_position, shared = self.tables
+        return 0.3 * by_token[ids] + 0.3 * by_position[positions] + shared[(ids + positions) % 64]
+
+    def bf16_states(self, ids):
+        """:meth:`states` of a sequence as the cache gets them: [slots, 2, T, H, D]."""
+        return to_bf16(self.states(torch.tensor(ids), torch.arange(len(ids)))).movedim(0, 2)
+
+    def following(self, ids, count):
+        """The ``count`` tokens after a prompt."""
+        found = list(ids)
+        for _ in range(count):
+            found.append((5 * found[-1] + len(found) - 1) % 64)
+        return found[len(ids) :]
+
+    def forward(self, ids, positions=None, attend=None, loops=None, last_only=False):
+        kv, s, before = self.states(ids, positions), self.shape, self.edge_layers // 2
+        order = [(EDGE, n) for n in range(before)]
+        order += [(loop, n) for loop in range(s.loops) for n in range(s.layers)]
+        order += [(EDGE, n) for n in range(before, self.edge_layers)]
+        for loop, layer in order:
+            slot = s.loops * s.layers + layer if loop == EDGE else loop * s.layers + layer
+            k, v = kv[:, :, slot].unbind(2)
+            q = k.repeat_interleave(self.query_heads // s.kv_heads, 2)
+            out = attend(loop, layer, q, k, v)
+            if out.shape != q.shape or not out.isfinite().all():
+                raise ValueError(f"attend gave {list(out.shape)} for {list(q.shape)}, or values that are not finite")
+        logits = torch.nn.functional.one_hot((5 * ids[:, -1:] + positions[:, -1:]) % 64, 64)
+        return LoopedOutput(logits.float())
 
 
 def decoder_for(task, n, log=None, delay=0.0):
