@@ -105,11 +105,8 @@ def evaluate(
     """
     from residualquant.engine import check_request
 
-    if n < 1:
-        raise ValueError(f"n must be at least 1, got {n}")
-    _check_model(model)
     rotations = dict(rotations or {})
-    _check_configs(model, configs, rotations)
+    _check(model, configs, rotations, n)
     chosen = problems(task, n, family=model.family)
     limit = frozen(task, model.family).max_new_tokens if max_new_tokens is None else max_new_tokens
     prompts = {p.problem_id: model.tokenizer.encode(p.prompt).ids for p in chosen}
@@ -142,11 +139,14 @@ def _report(writer: Writer, cells: Sequence[Cell], total: int) -> None:
         print(f"{done} of {total} answers are in {show(writer.path)}", file=sys.stderr)
 
 
-def _check_model(model: LoopedModel) -> None:
+def _check(model: LoopedModel, configs: Sequence[KVQuantConfig], rotations: Mapping[int, RotationMap], n: int) -> None:
+    if n < 1:
+        raise ValueError(f"n must be at least 1, got {n}")
     if model.tokenizer is None:
         raise ResidualQuantError(f"the model {model.name} has no tokenizer.json beside its weights")
     if not model.stop_ids:
         raise ResidualQuantError(f"the tokenizer of {model.name} has no stop token, so no answer would end")
+    _check_configs(model, configs, rotations)
 
 
 def _check_configs(model: LoopedModel, configs: Sequence[KVQuantConfig], rotations: Mapping[int, RotationMap]) -> None:
