@@ -15,7 +15,7 @@ RUN := $(PY) -m residualquant.cli
 
 help:  ## This list
 	@echo "usage: make TARGET [PROFILE=smoke|mini|full|paper]"
-	@sed -nE 's/^([a-z0-9_-]+):.*## (.*)/  \1|\2/p' $(MAKEFILE_LIST) | awk -F'|' '{printf "%-16s%s\n", $$1, $$2}'
+	@sed -nE 's/^([a-z0-9_-]+):.*## (.*)/  \1|\2/p' $(MAKEFILE_LIST) | awk -F'|' '{printf "%-17s%s\n", $$1, $$2}'
 	@echo "environment: $(ENV); PIP_ARGS is handed to pip, PYTHON names the interpreter that makes .venv"
 
 setup: $(READY)  ## Make or update the environment (every other target does it when needed)

@@ -35,7 +35,7 @@ from residualquant.rotation.calibration import (
     rotations_hash,
 )
 from residualquant.rotation.hadamard import hadamard_matrix
-from residualquant.rotation.measure import attention_errors
+from residualquant.rotation.measure import attention_errors, compare_rotations, rotation_errors
 from residualquant.rotation.optr_h import OptRHSettings, fit_optr_h
 from residualquant.rotation.recoding import fixed_means, recode
 from residualquant.rotation.states import BATCH_VALUES, attend, batch, batches, states_of, tokens_of
@@ -366,17 +366,42 @@ def decode_packed(model, ids, cfg, rotations, count):
     return tokens
 
 
-def test_errors_on_texts_that_nobody_saw(model, artefact):
+def test_errors_of_rotations(model, artefact):
     third = random_texts(seed=7)
-    none = attention_errors(model, replace(CONFIG, rotation="none"), third, queries=8)
-    hadamard = attention_errors(model, replace(CONFIG, rotation="hadamard"), third, queries=8)
-    fitted = attention_errors(model, CONFIG, third, artefact[1], queries=8)
-    assert none.keys() == hadamard.keys() == fitted.keys() == artefact[1].keys()
-    for errors in (none, hadamard, fitted):
+    configs = [replace(CONFIG, rotation="none"), replace(CONFIG, rotation="hadamard"), CONFIG, preset("BF16")]
+    *found, lossless = attention_errors(model, configs, third, {2: artefact[1]}, queries=8)
+    for errors in found:
+        assert errors.keys() == artefact[1].keys()
         assert all(e.shape == (2,) and (e > 0).all() for e in errors.values())
-    lossless = attention_errors(model, preset("BF16"), third)
     assert max(float(e.max()) for e in lossless.values()) < 1e-10
-    assert any((hadamard[key] != fitted[key]).any() for key in fitted)
+    assert any((found[1][key] != found[2][key]).any() for key in found[2])
+    with pytest.raises(ValueError, match="no optr_h rotation was given"):
+        attention_errors(model, configs, third)
+
+
+def test_the_table_of_errors_is_of_a_third_split_and_compared(tmp_path):
+    model = tiny_model(vocabulary=258, dtype=torch.float32)
+    model.tokenizer = SimpleNamespace(encode=lambda text: TextTokenizer().encode(text[::20]))
+    sizes = CalibrationSizes(fit=2, holdout=2, steps=1)
+    given = calibrated(model, CONFIG, "stubs", sizes, tmp_path, progress=False)
+    frame = rotation_errors(model, "stubs", [replace(CONFIG, rotation="hadamard"), CONFIG], {1: given}, sizes, n=2)
+    assert len(frame) == 2 * 2 * 2 * 2 and set(frame["split"]) == {"training problems 4 to 5 of stubs+asserts"}
+    texts = unseen_texts(model, "asserts", 2, 2, 2)
+    expected = attention_errors(model, [CONFIG], texts, {0: given})[0][0, 1, "v"]
+    rows = frame.query("rotation == 'optr_h' and layer == 2 and of == 'V'")
+    assert rows["error"].tolist() == expected.tolist() and rows["head"].tolist() == [1, 2]
+    own, other = (frame[frame["rotation"] == r]["error"] for r in ("optr_h", "hadamard"))
+    compared = compare_rotations(frame, "optr_h", "hadamard")
+    assert compared == {
+        "mean_ratio": own.mean() / other.mean(),
+        "median_ratio": own.median() / other.median(),
+        "lower": (own.to_numpy() < other.to_numpy()).mean(),
+        "cells": 8,
+    }
+    with pytest.raises(ValueError, match="no errors of rotation 'oscar'"):
+        compare_rotations(frame, "optr_h", "oscar")
+    with pytest.raises(ValueError, match="not measured on the same"):
+        compare_rotations(frame[frame.index > 0], "optr_h", "hadamard")
 
 
 def test_calibration_texts_are_a_familys_training_problems_and_disjoint():
@@ -504,3 +529,39 @@ def test_the_benchmarks_record(tmp_path, monkeypatch):
 @pytest.mark.gpu
 def test_a_layer_of_ouro_on_the_gpu():
     assert bench.measure("cuda").seconds <= 10
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("cfg", [CONFIG, replace(CONFIG, rotation="oscar")], ids=lambda c: c.rotation)
+def test_the_gpu_fits_what_the_processor_fits(model, tmp_path, cfg):
+    settings = OptRHSettings(steps=2, check_every=1, queries=8)
+    texts = random_texts(0), random_texts(1)
+    losses = []
+    for device in ("cpu", "cuda"):
+        there = tiny_model().to(device)
+        calibrate(there, {tmp_path / device: cfg}, *texts, settings=settings, progress=False)
+        losses.append(json.loads((tmp_path / device / "calibration.json").read_text())["losses"])
+    for unit, kinds in losses[0].items():
+        for kind, loss in kinds.items():
+            assert losses[1][unit][kind]["before"] == pytest.approx(loss["before"], rel=0.01)
+            assert losses[1][unit][kind]["after"] == pytest.approx(loss["after"], rel=0.1)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name, seconds", [("ouro", 8), ("huginn", 20)])
+def test_a_mini_on_the_gpu(tmp_path, name, seconds):
+    """The shapes of the minis and the paper's sizes; fitting alone, since capturing serves all configurations."""
+    torch.manual_seed(0)
+    if name == "ouro":
+        mini = Ouro(OuroConfig(256, 704, 4, 2, 2, 128, 512))
+    else:
+        mini = Huginn(HuginnConfig(288, 3, 768, 512, 1, 2, 1, mean_recurrence=32))
+    mini = mini.cuda().eval().requires_grad_(False)
+    generator = torch.Generator().manual_seed(0)
+    texts = torch.randint(2, 500, (256, 300), generator=generator).tolist()
+    warm = {tmp_path / "warm": replace(CONFIG, group_size=16)}
+    calibrate(mini, warm, texts[:2], texts[2:4], settings=replace(QUICK, queries=64), progress=False)
+    calibrate(mini, {tmp_path / "one": CONFIG}, texts[:128], texts[128:], progress=False)
+    taken = json.loads((tmp_path / "one" / "calibration.json").read_text())["seconds"]
+    print(f"\n{name}: {taken} s")
+    assert taken <= seconds

@@ -113,7 +113,7 @@ def test_parts_scored_later_give_what_one_run_gives(home, monkeypatch):
     said = list(cells.collect_cells(TINY))
     assert answers(paths.records_dir("tiny")) == whole
     assert said[0] == f"mini-huginn-maths.words.jsonl: {25 * N} answers from 3 parts"
-    assert list(cells.collect_cells(TINY))[0].endswith(" 0 answers from 3 parts")
+    assert next(cells.collect_cells(TINY)).endswith(" 0 answers from 3 parts")
 
 
 def test_a_part_replaces_older_cells(home, monkeypatch):

@@ -78,9 +78,7 @@ def fingerprint(profile: Profile) -> str:
 
 def _outputs(profile: str) -> dict[str, str]:
     """{path: sha256} of every file of the profile under data/ and figures/, hidden ones left out."""
-    return {
-        paths.show(file): hashlib.sha256(file.read_bytes()).hexdigest() for file in paths.visible_outputs(profile)
-    }
+    return {paths.show(file): hashlib.sha256(file.read_bytes()).hexdigest() for file in paths.visible_outputs(profile)}
 
 
 def reproduce(profile: str | Profile = "mini", fresh: bool = False, log: Log = print) -> None:
@@ -250,6 +248,7 @@ def _compare_file(committed: Path, ours: Path) -> str:
         raise ResidualQuantError(f"{paths.show(committed)} could not be read: {error}") from error
     if "accuracy_pct" not in new.columns or "accuracy_pct" not in old.columns:
         return f"{ours.name}: differs from the committed file"
+    old, new = (rows.dropna(subset=["accuracy_pct"]) for rows in (old, new))
     key = [name for name in _ROW_KEY if name in new.columns and name in old.columns]
     both = new.merge(old, on=key, suffixes=("", "_old"))
     same = (both.correct == both.correct_old) & (both.n == both.n_old)

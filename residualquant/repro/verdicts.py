@@ -11,7 +11,9 @@ one is refuted (more than half), and undecided otherwise, also where a profile m
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import TYPE_CHECKING
 
 from residualquant.config import KVQuantConfig, preset
@@ -200,10 +202,11 @@ def claims(profile: str | Profile = "mini", compute: bool = False) -> pd.DataFra
     profile = profile_of(profile)
     if compute:
         compute_cells(profile, {c.label for claim in CLAIMS for c in claim.comparisons if isinstance(c, Comparison)})
+    read = cache(lambda label: read_cells(profile, [label]))
     rows = []
     for claim in CLAIMS:
         try:
-            judged = [row for c in claim.comparisons if (row := _judge(profile, c, compute)) is not None]
+            judged = [row for c in claim.comparisons if (row := _judge(profile, c, read, compute)) is not None]
             missing = "" if judged else "outside this profile"
         except ResidualQuantError as error:
             judged, missing = [], str(error)
@@ -214,16 +217,18 @@ def claims(profile: str | Profile = "mini", compute: bool = False) -> pd.DataFra
 
 
 def whole_claims(table: pd.DataFrame) -> pd.DataFrame:
-    """Of the rows of :func:`claims` those of whole claims: claim, text, verdict, comparisons (how many of them hold)."""
+    """Of the rows of :func:`claims` those of whole claims: claim, text, verdict, comparisons (how many hold)."""
     whole = table[table["comparison"] == "all"]
     return whole[["claim", "text", "verdict", "test"]].rename(columns={"test": "comparisons"})
 
 
-def _judge(profile: Profile, comparison: Comparison | NmseComparison, compute: bool) -> dict | None:
+def _judge(
+    profile: Profile, comparison: Comparison | NmseComparison, read: Callable[[str], Cells], compute: bool
+) -> dict | None:
     """One comparison's numbers, test and one-sided finding; None where the profile has not all of its cells."""
     if isinstance(comparison, NmseComparison):
         return _judge_nmse(profile, comparison, compute)
-    cells = read_cells(profile, [comparison.label])
+    cells = read(comparison.label)
     wanted = [line for line in lines(comparison.label) if line.config in (comparison.first, comparison.second)]
     if any((*place_of(profile, line), line.config) not in cells for line in wanted):
         return None

@@ -8,6 +8,8 @@ forward pass per text.
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import hashlib
 import json
 import time
@@ -39,6 +41,8 @@ from residualquant.rotation.states import BATCH_VALUES, States, Unit, batches, s
 from residualquant.trace import captured_bytes, collect
 
 __all__ = [
+    "CALIBRATED",
+    "PAPER_SIZES",
     "CalibrationSizes",
     "artefact_folder",
     "calibrate",
@@ -52,6 +56,7 @@ __all__ = [
 
 CALIBRATED = ("oscar", "optr_h")
 CPU_MEMORY = 2 * 2**30
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # glibc's names of settings of its allocator
 CUDA_MEMORY_FRACTION = 0.3
 
 Texts = Sequence[Sequence[int]]
@@ -76,12 +81,15 @@ class CalibrationSizes:
                 raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)!r}")
 
 
+PAPER_SIZES = CalibrationSizes()
+
+
 def calibrated(
     model: LoopedModel,
     config: KVQuantConfig,
     task: str,
-    sizes: CalibrationSizes = CalibrationSizes(),
-    folder: str | Path = "",
+    sizes: CalibrationSizes = PAPER_SIZES,
+    folder: str | Path | None = None,
     progress: bool = True,
 ) -> RotationMap:
     """The rotations of one configuration: :func:`calibrated_many` of it alone."""
@@ -92,8 +100,8 @@ def calibrated_many(
     model: LoopedModel,
     configs: Sequence[KVQuantConfig],
     task: str,
-    sizes: CalibrationSizes = CalibrationSizes(),
-    folder: str | Path = "",
+    sizes: CalibrationSizes = PAPER_SIZES,
+    folder: str | Path | None = None,
     progress: bool = True,
 ) -> list[RotationMap]:
     """The rotations of every configuration: those kept under ``folder``, and the others calibrated and kept there.
@@ -106,7 +114,7 @@ def calibrated_many(
         configs: how K and V will be coded; the rotation of each is "oscar" or "optr_h".
         task: any task of the family whose training problems, with their solutions, to use.
         sizes: how many of them, and how long to fit.
-        folder: where the artefacts are kept.
+        folder: where the artefacts are kept; ``data/runs/rotations`` when None.
         progress: show a bar, and one line per configuration with its losses before (Hadamard) and after.
 
     Returns:
@@ -123,7 +131,7 @@ def calibrated_many(
 
 
 def artefact_folder(
-    model: LoopedModel, config: KVQuantConfig, task: str, sizes: CalibrationSizes, folder: str | Path
+    model: LoopedModel, config: KVQuantConfig, task: str, sizes: CalibrationSizes, folder: str | Path | None = None
 ) -> Path:
     """Where :func:`calibrated` keeps the rotations of these arguments."""
     return _folder(model, config, _calibration_of(model, task, sizes), folder)
@@ -138,13 +146,16 @@ def _calibration_of(model: LoopedModel, task: str, sizes: CalibrationSizes) -> d
     return {"fit_texts": fit_texts, "held_out": held_out, "task": "+".join(family_of(task)), "settings": settings}
 
 
-def _folder(model: LoopedModel, cfg: KVQuantConfig, given: Mapping[str, Any], folder: str | Path) -> Path:
+def _folder(model: LoopedModel, cfg: KVQuantConfig, given: Mapping[str, Any], folder: str | Path | None) -> Path:
     """A legible name, and another one for another identity."""
+    from residualquant.repro.paths import runs_dir
+
     identity = json.dumps(_identity(model, cfg, **given), sort_keys=True)
     bits = ("" if max(cfg.bits) < 10 else "-").join(map(str, cfg.bits))
     settings = f"{cfg.rotation}.{cfg.reference}.{bits}-g{cfg.group_size}"
     digest = hashlib.sha256(identity.encode()).hexdigest()[:12]
-    return Path(folder) / f"{model.name.replace('/', '--')}.{settings}.{digest}"
+    parent = runs_dir("rotations") if folder is None else Path(folder)
+    return parent / f"{model.name.replace('/', '--')}.{settings}.{digest}"
 
 
 def calibrate(
@@ -185,6 +196,7 @@ def calibrate(
         artefact = Artefact.resume(Path(folder), identity, str(model.device))
         units = {(group, layer) for layer in range(model.kv_shape.layers) for group in range(groups)}
         jobs.append(_Job(cfg, artefact, units - artefact.units))
+    _keep_freed_memory()
     plan = _Plan(model, jobs, fit_texts, held_out, settings, memory_bytes)
     with tqdm(total=plan.total, desc="calibrate", disable=not progress) as bar:
         for layers in plan.passes:
@@ -214,6 +226,14 @@ def rotations_hash(rotations: RotationMap) -> str:
         for part in (rotations[key].matrix, rotations[key].means):
             digest.update(b"-" if part is None else part.detach().cpu().contiguous().numpy().tobytes())
     return digest.hexdigest()
+
+
+def _keep_freed_memory() -> None:
+    """Tell glibc to keep freed memory for what comes next: fetching it anew at every step is half of a CPU's time."""
+    with contextlib.suppress(OSError, AttributeError):  # another C library
+        libc = ctypes.CDLL(None)
+        libc.mallopt(M_TRIM_THRESHOLD, 2**30)
+        libc.mallopt(M_MMAP_THRESHOLD, 2**25)
 
 
 def _check_config(model: LoopedModel, cfg: KVQuantConfig) -> int:

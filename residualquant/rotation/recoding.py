@@ -40,7 +40,7 @@ class _StraightThrough(torch.autograd.Function):
         place = (x - offset).div_(torch.where(scale > 0, scale, 1.0))
         inside = (place - 0.5).ceil_().eq_(codes).mul_(scale > 0)  # 1 where the code was not clamped
         own = grad * inside
-        d_scale = (_dot(grad, codes) - _dot(own, place)) * (scale > 0)
+        d_scale = torch.sub(grad * codes, place.mul_(own)).sum(-1, keepdim=True) * (scale > 0)
         d_offset = (grad - own).sum(-1, keepdim=True)
         # scale = (hi - lo) clip / levels;  offset = (lo + hi - (hi - lo) clip) / 2
         d_hi = d_scale * (ctx.clip / ctx.levels) + d_offset * ((1 - ctx.clip) / 2)
@@ -48,11 +48,6 @@ class _StraightThrough(torch.autograd.Function):
             at_end = torch.eq(x, end, out=inside)
             own.addcmul_(at_end, d_end / at_end.sum(-1, keepdim=True))
         return own.flatten(-2), None, None, None
-
-
-def _dot(a: Tensor, b: Tensor) -> Tensor:
-    """Inner products of the groups of two [..., g]: [..., 1]."""
-    return (a.unsqueeze(-2) @ b.unsqueeze(-1)).squeeze(-1)
 
 
 def straight_through(x: Tensor, bits: int, group_size: int, int2_clip: float = 0.9) -> Tensor:
