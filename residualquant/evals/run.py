@@ -105,27 +105,20 @@ def evaluate(
     """
     from residualquant.engine import check_request
 
-    if n < 1:
-        raise ValueError(f"n must be at least 1, got {n}")
-    _check_model(model)
     rotations = dict(rotations or {})
-    _check_configs(model, configs, rotations)
+    _check(model, configs, rotations, n)
     chosen = problems(task, n, family=model.family)
     limit = frozen(task, model.family).max_new_tokens if max_new_tokens is None else max_new_tokens
     prompts = {p.problem_id: model.tokenizer.encode(p.prompt).ids for p in chosen}
     check_request(model, list(prompts.values()), configs, limit, max_rows)
     made = provenance(model.device.type)
     with Writer(Path(records)) as writer:
-        for sentence in writer.records.damage:
-            print(f"warning: {sentence}; it is computed again", file=sys.stderr)
         identities = [
             identity_of(model, task, chosen, c, rotations.get(i), max_new_tokens=limit, seed=seed)
             for i, c in enumerate(configs)
         ]
         cells = [writer.start(identity, made) for identity in identities]
-        done, total = sum(len(cell.answers) for cell in cells), n * len(configs)
-        if progress and done < total:
-            print(f"{task}: {done} of {total} answers are in {show(writer.path)}", file=sys.stderr)
+        _report(writer, cells, n * len(configs) if progress else 0)
         options = {"max_new_tokens": limit, "eos_ids": model.stop_ids, "max_rows": max_rows, "progress": progress}
         by_id = {p.problem_id: p for p in chosen}
         decoded = _decode_missing(model, chosen, prompts, configs, rotations, cells, writer, options)
@@ -138,11 +131,22 @@ def evaluate(
     return cells
 
 
-def _check_model(model: LoopedModel) -> None:
+def _report(writer: Writer, cells: Sequence[Cell], total: int) -> None:
+    """Say what was damaged, and how many of ``total`` answers are there already."""
+    for sentence in writer.records.damage:
+        print(f"warning: {sentence}; it is computed again", file=sys.stderr)
+    if (done := sum(len(cell.answers) for cell in cells)) < total:
+        print(f"{done} of {total} answers are in {show(writer.path)}", file=sys.stderr)
+
+
+def _check(model: LoopedModel, configs: Sequence[KVQuantConfig], rotations: Mapping[int, RotationMap], n: int) -> None:
+    if n < 1:
+        raise ValueError(f"n must be at least 1, got {n}")
     if model.tokenizer is None:
         raise ResidualQuantError(f"the model {model.name} has no tokenizer.json beside its weights")
     if not model.stop_ids:
         raise ResidualQuantError(f"the tokenizer of {model.name} has no stop token, so no answer would end")
+    _check_configs(model, configs, rotations)
 
 
 def _check_configs(model: LoopedModel, configs: Sequence[KVQuantConfig], rotations: Mapping[int, RotationMap]) -> None:
