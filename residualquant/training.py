@@ -30,7 +30,6 @@ from residualquant.evals.tasks import EOS_ID, LEVELS, PAD_ID, TASKS, Problem, is
 from residualquant.evals.texts import problem_ids
 from residualquant.models import Huginn, HuginnConfig, LoopedModel, Ouro, OuroConfig, load_model, save_model
 
-PROMPT_WEIGHT = 0.02
 RECURRENCE_SPREAD = 0.5  # standard deviation of the logarithm of the recurrences' rate, as Huginn's
 CHECK_EVERY, CHECK_PROBLEMS = 1000, 64
 WORD = r" ?\d| ?[A-Za-z]+| ?[^\sA-Za-z\d]+|\s+(?!\S)|\s+"
@@ -49,6 +48,8 @@ class TrainConfig:
     """Share of each level, from level 1 up."""
     init: Path | None = None
     """Folder of a checkpoint to go on from, with its tokenizer; the shape settings below are then the checkpoint's."""
+    new_tokenizer: bool = False
+    """With init: a tokenizer of these tasks replaces the checkpoint's; tokens that both have keep their embedding."""
     out: Path = Path("data/runs/train")
     """Folder that will hold the model's folder."""
     hidden_size: int = 256
@@ -79,6 +80,8 @@ class TrainConfig:
     learning_rate: float = 3e-3
     warmup: int = 200
     weight_decay: float = 0.05
+    prompt_weight: float = 0.02
+    """Weight of a prompt's token in the loss; a solution's is 1."""
     loop_floor: float = 0.1
     entropy_bonus: float = 0.1
     workers: int = 14
@@ -89,7 +92,15 @@ class TrainConfig:
     def check(self) -> None:
         """Raises ValueError for a setting that training would fail on, or wait for, later."""
         positive = "hidden_size intermediate_size layers heads head_dim loops steps batch tokens warmup max_seconds"
-        for name in (*positive.split(), "learning_rate", "rope_theta", "prelude", "coda", "gradient_loops"):
+        for name in (
+            *positive.split(),
+            "prompt_weight",
+            "learning_rate",
+            "rope_theta",
+            "prelude",
+            "coda",
+            "gradient_loops",
+        ):
             if not 0 < getattr(self, name) < math.inf:
                 raise ValueError(f"{name} must be above 0, got {getattr(self, name)}")
         if self.architecture not in ("ouro", "huginn"):
@@ -150,13 +161,13 @@ def _encode(tokenizer, problem: Problem) -> Encoded:
     return prompt, [*solution, EOS_ID]
 
 
-def _padded(rows: list[Encoded], tokens: int) -> tuple[Tensor, Tensor]:
+def _padded(rows: list[Encoded], tokens: int, prompt_weight: float) -> tuple[Tensor, Tensor]:
     """ids [B, tokens + 1] int64 and the weights [B, tokens + 1] FP32 of their losses."""
     ids, weights = torch.full((len(rows), tokens + 1), PAD_ID), torch.zeros(len(rows), tokens + 1)
     for row, (prompt, solution) in enumerate(rows):
         end = len(prompt) + len(solution)
         ids[row, :end] = torch.tensor(prompt + solution)
-        weights[row, : len(prompt)], weights[row, len(prompt) : end] = PROMPT_WEIGHT, 1.0
+        weights[row, : len(prompt)], weights[row, len(prompt) : end] = prompt_weight, 1.0
     return ids, weights
 
 
@@ -191,7 +202,7 @@ class ProblemStream(torch.utils.data.IterableDataset):
             prompt, solution = _encode(tokenizer, problem)
             if len(prompt) + len(solution) <= c.tokens + 1:
                 rows.append((prompt, solution))
-        return _padded(rows, c.tokens)
+        return _padded(rows, c.tokens, c.prompt_weight)
 
 
 def held_out(config: TrainConfig, tokenizer) -> dict[str, tuple[Tensor, Tensor]]:
@@ -201,7 +212,7 @@ def held_out(config: TrainConfig, tokenizer) -> dict[str, tuple[Tensor, Tensor]]
         for level in (n for n, share in enumerate(config.level_weights, start=1) if share):
             rows = [_encode(tokenizer, p) for p in problems(task, CHECK_PROBLEMS, "train", level=level)]
             if rows := [row for row in rows if sum(map(len, row)) <= config.tokens + 1]:
-                batches[f"{task} {level}"] = _padded(rows, config.tokens)
+                batches[f"{task} {level}"] = _padded(rows, config.tokens, config.prompt_weight)
     return batches
 
 
@@ -286,8 +297,8 @@ def _learning_rate(config: TrainConfig, step: int, done: float) -> float:
 
 
 _BEFORE = (
-    " It went on from a first run, of easier problems, whose settings and log are `train_config_before.json` and "
-    "`train_log_before.jsonl`; the table below is of the second run."
+    " It went on from {}, whose settings and log are `train_config_before.json` and `train_log_before.jsonl`; the "
+    "table below is of this second run."
 )
 
 
@@ -298,7 +309,7 @@ def _model_card(config: TrainConfig, summary: dict) -> str:
         f"trained on its own procedural tasks ({', '.join(config.tasks)}). It knows nothing else. Licence: Apache-2.0, "
         f"as the project.\n\n"
         f"Made by `residualquant train` with the settings of `train_config.json`; `train_log.jsonl` is its log."
-        f"{_BEFORE if config.init else ''}\n\n"
+        f"{_BEFORE.format(config.init.name) if config.init else ''}\n\n"
         f"| | |\n|---|---|\n{rows}\n"
     )
 
@@ -344,11 +355,27 @@ def _start(config: TrainConfig) -> LoopedModel:
         model = load_model(str(config.init), device="cpu", dtype=torch.float32)
         if type(model).__name__.lower() != config.architecture:
             raise ValueError(f"architecture is {config.architecture}, but {config.init} holds a {type(model).__name__}")
+        if config.new_tokenizer:
+            _change_tokenizer(model, build_tokenizer(config))
         return model
     tokenizer = build_tokenizer(config)
     model = _new_model(config, tokenizer.get_vocab_size())
     model.tokenizer = tokenizer
     return model
+
+
+@torch.no_grad()
+def _change_tokenizer(model: LoopedModel, tokenizer) -> None:
+    """Give ``model`` another tokenizer of as many tokens; those that the old one lacks get the embeddings it frees."""
+    old, new = model.tokenizer.get_vocab(), tokenizer.get_vocab()
+    if len(old) != len(new):
+        raise ValueError(f"the new tokenizer must have {len(old)} tokens as the checkpoint's, got {len(new)}")
+    freed = iter(sorted(old.keys() - new.keys()))
+    order = [old[token] if token in old else old[next(freed)] for token in sorted(new, key=new.get)]
+    embeddings = [m.weight for m in model.modules() if isinstance(m, nn.Embedding)] + [model.lm_head.weight]
+    for weight in {id(w): w for w in embeddings}.values():
+        weight.copy_(weight[order])
+    model.tokenizer = tokenizer
 
 
 def train(config: TrainConfig) -> Path:

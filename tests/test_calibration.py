@@ -19,7 +19,7 @@ from residualquant.cache import PackedCache
 from residualquant.config import preset
 from residualquant.engine import iter_decode
 from residualquant.errors import ResidualQuantError
-from residualquant.evals.tasks import EOS_ID, MODEL_OF_TASK, TASKS, is_test_prompt, problems
+from residualquant.evals.tasks import EOS_ID, MODELS, TASKS, is_test_prompt, problems
 from residualquant.evals.texts import calibration_texts, family_texts, problem_ids, training_texts, unseen_texts
 from residualquant.models import Huginn, HuginnConfig, Ouro, OuroConfig, load_model
 from residualquant.repro.traces import problem_tokens
@@ -216,6 +216,20 @@ def test_kinds_of_rotations(model, tmp_path, cfg):
     assert len(rows) == 2 * 2 * len(rotations) / 2
     if cfg.rotation == "optr_h":
         assert all(float(row["after"]) <= float(row["Hadamard"]) for row in rows)
+
+
+def test_a_layer_of_other_bits_is_fitted_to_them(model, artefact, tmp_path):
+    cfg = preset("INT4 g=32", rotation="optr_h", layer_bits=((1, CONFIG.bits),))
+    found = run(model, tmp_path, cfg)
+    for (group, layer, kind), rotation in found.items():
+        other = artefact[1][group, layer, kind]
+        assert torch.equal(rotation.matrix, other.matrix) == (layer == 1)
+    assert same(run(model, tmp_path, cfg), found) and same(load_rotations(tmp_path, model, cfg), found)
+    with pytest.raises(ResidualQuantError, match="calibrated for layer_bits="):
+        load_rotations(tmp_path, model, replace(cfg, layer_bits=()))
+    texts = random_texts(seed=7)
+    both = attention_errors(model, [cfg, CONFIG], texts, {0: found, 1: artefact[1]}, queries=8)
+    assert torch.equal(both[0][0, 1, "k"], both[1][0, 1, "k"]) and (both[0][0, 0, "k"] < both[1][0, 0, "k"]).all()
 
 
 def test_deterministic_by_seed(model, artefact, tmp_path):
@@ -430,7 +444,7 @@ def test_calibration_texts_are_a_familys_training_problems_and_disjoint():
 @pytest.mark.parametrize("task", TASKS)
 def test_training_and_calibration_and_traces_tokenise_as_decoding_does(task):
     """Prompt and solution each on its own: what decoding feeds the model, and what it was trained on."""
-    model = load_model(MODEL_OF_TASK[task], device="cpu")
+    model = load_model(MODELS["ouro"][task], device="cpu")
     encode = model.tokenizer.encode
     for index, problem in enumerate(problems(task, 4, "train")):
         ids = encode(problem.prompt).ids + encode(problem.solution).ids

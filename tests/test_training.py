@@ -142,8 +142,25 @@ def test_trained_model_is_saved_described_and_can_go_on(tmp_path, config, loops)
     assert load_model(str(folder)).kv_shape.loops == loops
     again = train(dataclasses.replace(config, init=folder, out=tmp_path / "second", level_weights=(0, 1)))
     assert (again / "train_log_before.jsonl").read_bytes() == (folder / "train_log.jsonl").read_bytes()
-    assert "first run" in (again / "README.md").read_text()
+    assert "went on from tiny" in (again / "README.md").read_text()
     assert str(tmp_path) not in (again / "train_config.json").read_text()
+
+
+def test_other_tasks_can_start_from_a_trained_model(tmp_path):
+    """With a tokenizer of their own; the text that both tokenizers know keeps its embeddings."""
+    folder = train(dataclasses.replace(TINY_HUGINN, out=tmp_path / "first"))
+    config = dataclasses.replace(TINY_HUGINN, init=folder, new_tokenizer=True, tasks=("stubs",))
+    first, model = load_model(str(folder), device="cpu"), _start(config)
+    assert model.tokenizer.to_str() == build_tokenizer(config).to_str() != first.tokenizer.to_str()
+    old, new = first.tokenizer.get_vocab(), model.tokenizer.get_vocab()
+    rows = [old.get(token) for token in sorted(new, key=new.get)]
+    assert 0 < rows.count(None) < 400
+    kept, before = model.lm_head.weight, first.lm_head.weight
+    assert all(torch.equal(kept[i], before[row]) for i, row in enumerate(rows) if row is not None)
+    assert torch.equal(kept.sort(0).values, before.sort(0).values)  # no row twice
+    assert torch.equal(model.transformer.adapter.weight, first.transformer.adapter.weight)
+    with pytest.raises(ValueError, match="must have 512 tokens"):
+        _start(dataclasses.replace(config, vocab_size=400))
 
 
 def test_training_without_the_gpu_it_asks_for_is_refused():

@@ -52,8 +52,8 @@ def training_texts(model: LoopedModel, task: str, n: int, start: int = 0, split:
         ValueError: an unknown task or split, or a negative number.
         ResidualQuantError: the model has no tokenizer.
     """
-    pairs = (problem_ids(tokenizer_of(model), problem) for problem in problems(task, n, split, start))
-    return [prompt + solution for prompt, solution in pairs]
+    tokenizer, chosen = tokenizer_of(model), problems(task, n, split, start, family=model.family)
+    return [prompt + solution for prompt, solution in (problem_ids(tokenizer, problem) for problem in chosen)]
 
 
 def family_texts(model: LoopedModel, task: str, n: int, start: int = 0) -> list[list[int]]:

@@ -47,8 +47,10 @@ class LoopedModel(nn.Module):
     every layer of every loop, in order, with q [B, T, Hq, D] and k, v [B, T, H, D], post-RoPE, and gets
     [B, T, Hq, D] back; for the ``edge_layers`` layers that are not looped it calls ``attend(EDGE, layer, q, k, v)``,
     ``layer`` counted from 0 over prelude and coda.
+    ``family`` ("ouro" or "huginn") says which family's task levels are put to the model.
     """
 
+    family = "ouro"
     tokenizer = None
     name = "looped"
     weights_hash = "random"

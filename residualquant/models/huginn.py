@@ -206,7 +206,7 @@ _plain_attention = partial(causal_attention, EDGE)  # one object for all loops: 
 class Huginn(LoopedModel):
     """A recurrent-depth language model. See the module's docstring; build one with `residualquant.load_model`."""
 
-    name = "huginn"
+    name = family = "huginn"
     state_seed = 0  # of the initial state at inference: with it, decoding token by token equals one pass
 
     def __init__(self, config: HuginnConfig):
@@ -214,8 +214,7 @@ class Huginn(LoopedModel):
         self.config = config
         self.transformer = HuginnTrunk(config)
         self.edge_layers = config.n_layers_in_prelude + config.n_layers_in_coda
-        if not self.lm_head.weight.is_meta:
-            self._initialise()
+        self._initialise()
 
     def _initialise(self) -> None:
         """Huginn's initialisation, but for the adapter."""

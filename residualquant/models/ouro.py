@@ -132,7 +132,7 @@ class OuroTrunk(nn.Module):
 class Ouro(LoopedModel):
     """A looped language model. See the module's docstring; build one with :func:`residualquant.load_model`."""
 
-    name = "ouro"
+    name = family = "ouro"
 
     def __init__(self, config: OuroConfig):
         super().__init__()

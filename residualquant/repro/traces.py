@@ -102,7 +102,7 @@ def problem_tokens(model: LoopedModel, task: str, index: int, preceding: int = 0
 
 
 def describe_prompt(task: str, preceding: int) -> str:
-    """"training problem 4 of 'words' with its solution", and what stands before it."""
+    """ "training problem 4 of 'words' with its solution", and what stands before it."""
     text = f"training problem {PAPER_PROBLEM + 1} of {task!r} with its solution"
     return text + (f", after the {preceding} problems before it" if preceding else "")
 
