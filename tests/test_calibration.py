@@ -419,7 +419,7 @@ def test_the_table_of_errors_is_of_a_third_split_and_compared(tmp_path):
 
 
 def test_calibration_texts_are_a_familys_training_problems_and_disjoint():
-    model = SimpleNamespace(name="m", tokenizer=TextTokenizer())
+    model = SimpleNamespace(name="m", family="ouro", tokenizer=TextTokenizer())
     fit, held = calibration_texts(model, "words", 5, 3, seed=0)
     assert (len(fit), len(held)) == (5, 3) and calibration_texts(model, "algebra", 5, 3, seed=0) == (fit, held)
     assert calibration_texts(model, "words", 5, 3, seed=1) != (fit, held)
