@@ -8,8 +8,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 from residualquant.config import RAW_BITS, KVQuantConfig
+
+if TYPE_CHECKING:
+    from residualquant.models.base import KVShape
 
 ALPHA_BYTES = 2  # BF16
 METADATA_BYTES_PER_GROUP = 2  # FP8 e4m3fn scale, then FP8 e4m3fn offset
@@ -62,6 +66,18 @@ def effective_bits(cfg: KVQuantConfig, head_dim: int) -> float:
     part of it.
     """
     return 8 * stored_bytes(cfg, head_dim) / (cfg.loops * head_dim)
+
+
+def model_bits(cfg: KVQuantConfig, shape: KVShape, edge_shape: KVShape | None = None) -> float:
+    """Stored bits per value over all looped layers, whose bits may differ, and over layers that run once if given.
+
+    The paper's figure is of the looped core (App. A.3); with ``edge_shape`` it is of the whole model.
+    """
+    core, edge = shape.loops * shape.layers, 0 if edge_shape is None else edge_shape.layers
+    total = shape.loops * sum(effective_bits(cfg.for_layer(layer), shape.head_dim) for layer in range(shape.layers))
+    if edge:
+        total += edge * effective_bits(cfg.for_edge, shape.head_dim)
+    return total / (core + edge)
 
 
 def capacity_ratio(cfg: KVQuantConfig, head_dim: int) -> float:

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 from residualquant.errors import ResidualQuantError
 from residualquant.evals.tasks import EOS_ID, LEVELS, PAD_ID, TASKS, Problem, is_test_prompt, make_problem, problems
+from residualquant.evals.texts import problem_ids
 from residualquant.models import Huginn, HuginnConfig, LoopedModel, Ouro, OuroConfig, load_model, save_model
 
 RECURRENCE_SPREAD = 0.5  # standard deviation of the logarithm of the recurrences' rate, as Huginn's
@@ -156,7 +157,8 @@ Encoded = tuple[list[int], list[int]]  # tokens of a prompt and of its solution
 
 
 def _encode(tokenizer, problem: Problem) -> Encoded:
-    return tokenizer.encode(problem.prompt).ids, [*tokenizer.encode(problem.solution).ids, EOS_ID]
+    prompt, solution = problem_ids(tokenizer, problem)
+    return prompt, [*solution, EOS_ID]
 
 
 def _padded(rows: list[Encoded], tokens: int, prompt_weight: float) -> tuple[Tensor, Tensor]:

@@ -1,11 +1,11 @@
-"""The packed cache: bytes, mutations and windows; the dequantised copy; attention over a packed past."""
+"""The packed cache: bytes, mutations and windows; attention over a packed past."""
 
 import pytest
 import torch
 
 from residualquant import layout
-from residualquant.attention import PackedAttention, attend_past_and_step, attend_prompt, rotate, rotate_back, to_bf16
-from residualquant.cache import DecodeCache, LayerRotations, PackedCache, reconstruct_all
+from residualquant.attention import PackedAttention, attend_past_and_step, attend_prompt, rotate, to_bf16
+from residualquant.cache import PackedCache
 from residualquant.config import KVQuantConfig, preset
 from residualquant.models.base import KVShape
 from residualquant.models.ouro import Ouro, OuroConfig
@@ -284,88 +284,6 @@ def test_wrong_input_is_refused_with_its_value():
     with pytest.raises(ValueError, match=r"must fit 2 heads of 64 channels, got \[128, 128\]"):
         wrong = {(0, n, kind): Rotation(torch.eye(128)) for n in range(2) for kind in "kv"}
         PackedCache(SHAPE, preset("INT2 g=32", rotation="oscar"), wrong)
-
-
-# ---- the dequantised copy -----------------------------------------------------------------------------------------
-
-
-def decode_cache(configs, lengths, capacity):
-    numel = DecodeCache.numel(SHAPE, len(configs), capacity)
-    # NaN beyond what is written would spoil attention; the owner hands over finite memory, old values here.
-    cache = DecodeCache(SHAPE, configs, capacity, torch.full((numel,), 7.0))
-    for row, (cfg, length) in enumerate(zip(configs, lengths)):
-        kv, rotations = row_kv(row)[:, :, :, :length], LayerRotations(cfg, SHAPE, "cpu")
-        cache.fill(row, rotations.rotate_all(kv), reconstruct_all(kv, cfg, rotations))
-    return cache
-
-
-def row_kv(row, tokens=12):
-    """[loops, layers, 2, T, H, D] of BF16 precision."""
-    layers = [torch.stack(random_kv(tokens, 1, seed=10 * row + n)) for n in range(SHAPE.layers)]
-    return to_bf16(torch.stack(layers)).float()[:, :, :, 0].transpose(1, 2).transpose(0, 1)
-
-
-def packed_row(cfg, row, tokens, step=None):
-    cache = PackedCache(SHAPE, cfg)
-    kv = row_kv(row)[:, :, :, :tokens]
-    for layer in range(SHAPE.layers):
-        for part in kv[:, layer].split(step or tokens, 2):
-            cache.append(layer, part[:, 0][:, None], part[:, 1][:, None])
-    return cache
-
-
-def assert_rows_match(cache, rows, lengths):
-    for place, (row, length) in enumerate(zip(rows, lengths)):
-        packed = packed_row(cache.configs[place], row, length)
-        for layer in range(SHAPE.layers):
-            for index, truth in enumerate(packed.read(layer, "rotated")):
-                same(cache.data[:, layer, index, place, :, :length].transpose(1, 2), truth[:, 0])
-
-
-def test_the_dequantised_copy_equals_the_packed_cache_bit_for_bit():
-    lengths = [6, 4, 5, 6, 3, 6, 4, 6]
-    cache = decode_cache(CONFIGS, lengths, 12)
-    assert_rows_match(cache, range(8), lengths)
-    rotations = [LayerRotations(cfg, SHAPE, "cpu") for cfg in CONFIGS]
-    for step in range(5):
-        tokens = torch.stack([row_kv(row)[:, :, :, n + step] for row, n in enumerate(lengths)], 3)
-        rotated = torch.stack([r.rotate_all(tokens[:, :, :, i]) for i, r in enumerate(rotations)], 3)
-        rebuilt = [reconstruct_all(tokens[:, :, :, i], c, rotations[i]) for i, c in enumerate(CONFIGS)]
-        cache.begin_step()
-        for loop in range(SHAPE.loops):
-            for layer in range(SHAPE.layers):
-                cache.attend(loop, layer, rotated[loop, layer, 0], *rotated[loop, layer])
-        cache.commit(torch.stack(rebuilt, 3))
-    assert_rows_match(cache, range(8), [n + 5 for n in lengths])
-    assert cache.lengths.tolist() == [n + 5 for n in lengths]
-
-
-def test_rows_that_are_let_go_leave_the_others_as_they_were():
-    lengths = [6, 4, 5, 6, 3, 6, 4, 6]
-    cache = decode_cache(CONFIGS, lengths, 12)
-    order = cache.keep([1, 4, 6, 7])
-    assert sorted(order) == [1, 4, 6, 7] and order[1] == 1
-    assert cache.configs == [CONFIGS[row] for row in order]
-    assert_rows_match(cache, order, [lengths[row] for row in order])
-    assert cache.keep([]) == [] and cache.rows == 0
-
-
-def test_a_copied_row_attends_as_the_packed_cache_does():
-    torch.manual_seed(3)
-    lengths = [6, 4, 5, 6, 3, 6, 4, 6]
-    cache = decode_cache(CONFIGS, lengths, 12)
-    cache.begin_step()
-    q = torch.randn(8, 4, 64)
-    rotations = [LayerRotations(cfg, SHAPE, "cpu") for cfg in CONFIGS]
-    step = torch.stack([row_kv(row)[1, 0, :, n] for row, n in enumerate(lengths)], 1)
-    matrices = [r.of_loop(1, 0, "k") for r in rotations]
-    query, keys, values = (torch.stack([rotate(x, m) for x, m in zip(xs, matrices)]) for xs in (q, *step))
-    out = cache.attend(1, 0, query, keys, values)
-    for row, (cfg, length) in enumerate(zip(CONFIGS, lengths)):
-        past = packed_row(cfg, row, length).past(1, 0)
-        token = tuple(x[row][None, None].to(torch.bfloat16) for x in step)
-        truth = attend_past_and_step(q[row][None, None], past, token, (matrices[row],) * 2)
-        torch.testing.assert_close(rotate_back(out[row], matrices[row]), truth[0, 0], atol=1e-5, rtol=1e-5)
 
 
 # ---- attention ----------------------------------------------------------------------------------------------------

@@ -12,10 +12,12 @@ from residualquant.layout import (
     logical_reads,
     loop_bytes,
     loops_read,
+    model_bits,
     stored_bytes,
     traffic_ratio,
 )
 from residualquant.layout_page import page_markdown
+from residualquant.models.base import KVShape
 from residualquant.pages import allocate_pages, read_pages, write_pages
 
 # (loops, head_dim, preset, reference) -> effective bits: the paper's numbers, unrounded.
@@ -217,3 +219,14 @@ def test_pages_refuse_what_does_not_fit():
 def test_the_documented_layout_is_current(root):
     page = root / "docs" / "page_layout.md"
     assert page.read_text() == page_markdown(), "run python -m residualquant.layout_page"
+
+
+def test_bits_of_a_whole_model():
+    """Huginn: 4 layers of 32 recurrences, and 4 layers that run once, coded directly at INT4 (or raw when off)."""
+    core, edge = KVShape(32, 4, 55, 96), KVShape(1, 4, 55, 96)
+    cfg = preset("INT2/4 g=32")
+    assert model_bits(cfg, core) == effective_bits(cfg, 96) == 3.125
+    assert model_bits(cfg, core, edge) == (128 * 3.125 + 4 * 4.5) / 132
+    assert model_bits(preset("BF16"), core, edge) == 16
+    raw_first = preset("INT2/4 g=32", layer_bits=((0, (16, 16, 16, 16)),))
+    assert model_bits(raw_first, core) == (3 * 3.125 + 16) / 4

@@ -206,8 +206,7 @@ _plain_attention = partial(causal_attention, EDGE)  # one object for all loops: 
 class Huginn(LoopedModel):
     """A recurrent-depth language model. See the module's docstring; build one with `residualquant.load_model`."""
 
-    name = "huginn"
-    family = "huginn"
+    name = family = "huginn"
     state_seed = 0  # of the initial state at inference: with it, decoding token by token equals one pass
 
     def __init__(self, config: HuginnConfig):
@@ -215,8 +214,7 @@ class Huginn(LoopedModel):
         self.config = config
         self.transformer = HuginnTrunk(config)
         self.edge_layers = config.n_layers_in_prelude + config.n_layers_in_coda
-        if not self.lm_head.weight.is_meta:
-            self._initialise()
+        self._initialise()
 
     def _initialise(self) -> None:
         """Huginn's initialisation, but for the adapter."""
@@ -240,6 +238,9 @@ class Huginn(LoopedModel):
     def kv_shape(self) -> KVShape:
         c = self.config
         return KVShape(c.mean_recurrence, c.n_layers_in_recurrent_block, c.n_heads, c.head_dim)
+
+    def output_weight(self, layer: int) -> Tensor:
+        return self.transformer.core_block[layer].attn.proj.weight
 
     @property
     def derived_shapes(self) -> dict[str, tuple[int, ...]]:
