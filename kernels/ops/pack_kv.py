@@ -22,14 +22,16 @@ no contraction into fused multiply-adds, IEEE division, and inner products summe
 
 from __future__ import annotations
 
+import math
+
 import torch
 import triton
 import triton.language as tl
+from residualquant.kernels.tuning import tuned
 from torch import Tensor
 
 from residualquant.affine import CLIP
 from residualquant.config import KVQuantConfig
-from residualquant.kernels.tuning import tuned
 from residualquant.layout import PageLayout, check_head_dim, loops_read, stored_bytes
 from residualquant.pages import write_pages
 from residualquant.residual import encode
@@ -37,6 +39,7 @@ from residualquant.rotation import Rotation
 
 HEAD_DIMS = (64, 96, 128, 256)
 BITS = (0, 1, 2, 3, 4, 8)
+WARP_CHANNELS = 32  # channels that a warp holds of a rotated tile: groups of 16 and 32 then need no other warp
 OPERATIONS_PER_VALUE = 20  # minimum, maximum, two inner products, prediction, division, rounding, clamps, packing
 
 
@@ -60,10 +63,14 @@ def pack_kv_reference(
     stored = slots >= 0
     packed = []
     for x, matrix, means in ((k, k_matrix, k_means), (v, v_matrix, None)):
-        rotation = None if matrix is None else Rotation(matrix, means)
-        packed.append(encode(x[:, stored].float(), layout.config, rotation))
+        packed.append(encode(x[:, stored].float(), layout.config, rotation_of(matrix, means, x.shape[2])))
     write_pages(pages, layout, slots[stored].long(), *packed, group=group)
     return packed[0].sanitised + packed[1].sanitised
+
+
+def rotation_of(matrix: Tensor | None, means: Tensor | None, heads: int) -> Rotation | None:
+    """The rotation that a kernel's arguments stand for: one matrix per head, also where all heads share it."""
+    return None if matrix is None else Rotation(matrix.expand(heads, *matrix.shape[-2:]), means)
 
 
 @triton.jit
@@ -94,6 +101,7 @@ def pack_kv_kernel(
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_T: tl.constexpr,
+    WARPS: tl.constexpr,
 ):
     """One block of tokens of one head, K (program axis 2 at 0) or V (1).
 
@@ -103,15 +111,10 @@ def pack_kv_kernel(
     L: tl.constexpr = len(PLAN)
     head = tl.program_id(1).to(tl.int64)
     is_v = tl.program_id(2)
-    if is_v == 0:
-        x = k
-        matrix = k_matrix
-        matrix_head = k_matrix_stride
-        start = k_start
-    else:
+    x = k
+    start = k_start
+    if is_v > 0:
         x = v
-        matrix = v_matrix
-        matrix_head = v_matrix_stride
         start = v_start
     channel = tl.arange(0, BLOCK_D)
     token = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
@@ -120,11 +123,16 @@ def pack_kv_kernel(
     inside = stored[:, None] & (channel < D)[None, :]
     page = words + slot // S * block_stride + head * page_head_stride + start
     x += token[:, None] * token_stride + head * head_stride + channel[None, :]
-    if matrix is not None:
-        square = (channel < D)[:, None] & (channel < D)[None, :]
-        matrix += head * matrix_head + channel[:, None] * D + channel[None, :]
-        rotation = tl.load(matrix, mask=square, other=0.0)
+    if k_matrix is not None:
+        # A matrix instruction gives each warp every WARPS-th strip of 8 columns; so ordered, these are its channels.
+        column = channel // 8 % WARPS * (BLOCK_D // WARPS) + channel // (8 * WARPS) * 8 + channel % 8
+        square = (channel < D)[:, None] & (column < D)[None, :]
+        matrix = k_matrix + head * k_matrix_stride
+        if is_v > 0:
+            matrix = v_matrix + head * v_matrix_stride
+        rotation = tl.load(matrix + channel[:, None] * D + column[None, :], mask=square, other=0.0)
 
+    reference = tl.zeros([BLOCK_T, BLOCK_D], tl.float32)
     following = tl.load(x + PLAN[0][0] * loop_stride, mask=inside, other=0.0)
     for i in tl.static_range(L):
         z, changed = _sanitise(following)
@@ -132,8 +140,10 @@ def pack_kv_kernel(
             following = tl.load(x + PLAN[i + 1][0] * loop_stride, mask=inside, other=0.0)
         if sanitised is not None:
             tl.atomic_add(sanitised, changed, mask=changed > 0)
-        if matrix is not None:
+        if k_matrix is not None:
             z = tl.dot(z.to(tl.float16), rotation)
+            z = tl.permute(tl.reshape(z, [BLOCK_T, BLOCK_D // WARPS // 8, WARPS, 8]), (0, 2, 1, 3))
+            z = tl.reshape(z, [BLOCK_T, BLOCK_D])
         if rotated is not None:
             state = (((is_v * L + PLAN[i][0]) * tokens + token) * tl.num_programs(1) + head) * D
             tl.store(rotated + state[:, None] + channel[None, :], z, mask=inside)
@@ -178,23 +188,37 @@ def _sanitise(x):
 
 @triton.jit
 def _dot(a, b, D: tl.constexpr):
-    """Inner products over channels, [T, 1]: halves added onto each other while D is even, then the rest in turn."""
+    """Inner products over channels, [T, 1]: halves are added onto each other while D is even, then the rest in turn."""
     T: tl.constexpr = a.shape[0]
     W: tl.constexpr = a.shape[1]
-    REST: tl.constexpr = 1 if D == W else 4
     terms = a * b
-    if D != W:
+    if D == W:
+        for level in tl.static_range(1, 9):
+            if (W >> level) > 0:
+                terms = tl.sum(tl.reshape(terms, [T, 2, W >> level]), 1)
+    else:
+        # D = 3 W/4, of which x, y, z are the thirds: the halves are then (x, first half of y) and (the rest of y, z).
         tl.static_assert(D == W // 4 * 3)
-        # D = 3 W/4: channel 3 i + j to place 4 i + j, so that halving adds the same channels as without padding.
-        place = tl.broadcast_to(tl.arange(0, W)[None, :], T, W)
-        terms = tl.gather(terms, place // 4 * 3 + place % 4, 1)
-        terms = tl.where(place % 4 < 3, terms, 0.0)
-    for level in tl.static_range(1, 10):
-        if (W >> level) >= REST:
-            terms = tl.sum(tl.reshape(terms, [T, 2, W >> level]), 1)
-    if D != W:
-        terms = tl.sum(tl.sum(tl.reshape(terms, [T, 2, 2]), 2), 1)[:, None]
+        thirds = tl.reshape(tl.permute(tl.reshape(terms, [T, 4, W // 4]), (0, 2, 1)), [T, W // 4, 2, 2])
+        even, odd = tl.split(thirds)
+        x, z = tl.split(even)
+        y, _ = tl.split(odd)
+        for level in tl.static_range(1, 8):
+            if (W // 4 >> level) > 0:
+                x0, x1 = _halves(x)
+                y0, y1 = _halves(y)
+                z0, z1 = _halves(z)
+                x = x0 + y1
+                y = x1 + z0
+                z = y0 + z1
+        terms = x + y + z
     return terms
+
+
+@triton.jit
+def _halves(x):
+    """[T, W] as its first and its last W/2 columns."""
+    return tl.split(tl.permute(tl.reshape(x, [x.shape[0], 2, x.shape[1] // 2]), (0, 2, 1)))
 
 
 @triton.jit
@@ -246,9 +270,12 @@ def _quantize(x, BITS: tl.constexpr, G: tl.constexpr, CLIP: tl.constexpr):
     offset_code, offset = _round_e4m3((lo + hi - width) * 0.5)
     scale = scale[:, :, None]
     offset = offset[:, :, None]
-    steps = tl.math.div_rn(groups - offset, tl.where(scale > 0.0, scale, 1.0))
-    # ceil(n - 1/2) is floor(n) + [frac(n) > 1/2]: a half rounds down.
-    codes = tl.minimum(tl.maximum(tl.ceil(steps - 0.5), 0.0), LEVELS * 1.0)
+    # The code is the number of c with (x - offset) / scale > c + 1/2.  A quotient a little too large gives it or one
+    # more; (c - 1/2) scale is exact in FP32 and decides, as the correctly rounded quotient would: scale has 4 bits.
+    step = tl.where(scale > 0.0, scale, 1.0)
+    above = groups - offset
+    codes = tl.minimum(tl.ceil(above * tl.math.div_rn(1.000001, step) - 0.5), LEVELS * 1.0)
+    codes = tl.maximum(tl.where(above <= (codes - 0.5) * step, codes - 1.0, codes), 0.0)
     value = tl.reshape(offset + scale * codes, [T, W])
     return tl.reshape(codes.to(tl.int32), [T, W]), scale_code | (offset_code << 8), value
 
@@ -287,9 +314,16 @@ def _store_words(
     """Words BEGIN .. BEGIN + COUNT (all, by default) of each token, of TOKEN words, in the plane from word FIRST."""
     LIMIT: tl.constexpr = TOKEN if COUNT is None else COUNT
     word = tl.arange(0, values.shape[1])
+    at = word_offsets(t[None, :], (word + BEGIN)[:, None], interleaved, TOKEN)
+    inside = stored[None, :] & (word < LIMIT)[:, None]
+    tl.store(page[None, :] + FIRST + at, tl.trans(values.to(tl.int16)), mask=inside)
+
+
+@triton.jit
+def word_offsets(t, word, interleaved, TOKEN: tl.constexpr):
+    """Where word ``word`` of token ``t`` of a page lies in a plane of TOKEN words per token."""
     odd = tl.where(interleaved > 0, 1, TOKEN)
-    at = (t // 2 * (2 * TOKEN) + t % 2 * odd)[:, None] + ((word + BEGIN) * (1 + interleaved))[None, :]
-    tl.store(page[:, None] + FIRST + at, values.to(tl.int16), mask=stored[:, None] & (word < LIMIT)[None, :])
+    return t // 2 * (2 * TOKEN) + t % 2 * odd + word * (1 + interleaved)
 
 
 def pack_kv(
@@ -332,13 +366,14 @@ def pack_kv(
     _check(pages, layout, slots, k, v, k_matrix, v_matrix, k_means, sanitised, rotated)
     if check_slots and slots.numel() and int(slots.max()) >= pages.shape[0] * layout.page_tokens:
         raise ValueError(f"slots must be below {pages.shape[0] * layout.page_tokens}, got {int(slots.max())}")
-    loops, tokens, heads, head_dim = k.shape
+    tokens, heads, head_dim = k.shape[1:]
     if tokens == 0:
         return
     cfg = layout.config
     words = pages.view(torch.int16)
-    parameters = tuned("pack_kv", pages.device)
-    pack_kv_kernel[(triton.cdiv(tokens, parameters["BLOCK_T"]), heads, 2)](
+    block_t = tuned("pack_kv", pages.device)["BLOCK_T"]
+    width = triton.next_power_of_2(head_dim)
+    pack_kv_kernel[(triton.cdiv(tokens, block_t), heads, 2)](
         words,
         slots,
         k,
@@ -350,8 +385,8 @@ def pack_kv(
         rotated,
         tokens,
         *k.stride()[:3],
-        _head_stride(k_matrix),
-        _head_stride(v_matrix),
+        head_stride(k_matrix),
+        head_stride(v_matrix),
         *words.stride()[:2],
         layout.planes_of("k", group)[0].offset // 2,
         layout.planes_of("v", group)[0].offset // 2,
@@ -360,9 +395,11 @@ def pack_kv(
         CHAINED=cfg.reference in ("previous", "next"),
         S=layout.page_tokens,
         D=head_dim,
-        BLOCK_D=triton.next_power_of_2(head_dim),
+        BLOCK_D=width,
+        BLOCK_T=block_t,
+        WARPS=width // WARP_CHANNELS,
+        num_warps=width // WARP_CHANNELS,
         enable_fp_fusion=False,
-        **parameters,
     )
 
 
@@ -381,75 +418,74 @@ def coding_plan(layout: PageLayout) -> tuple[tuple, ...]:
     return tuple(plan)
 
 
-def _head_stride(matrix: Tensor | None) -> int:
+def head_stride(matrix: Tensor | None) -> int:
+    """Elements from one head's matrix to the next: 0 for one shared [D, D], or none."""
     return 0 if matrix is None or matrix.dim() == 2 else matrix.stride(0)
 
 
 def _check(pages, layout, slots, k, v, k_matrix, v_matrix, k_means, sanitised, rotated) -> None:
-    check_layout(layout)
-    cfg, device = layout.config, pages.device
-    if device.type != "cuda" and not triton.knobs.runtime.interpret:
-        raise ValueError(f"pages must be on a CUDA device, got {device}")
-    if k.dim() != 4 or k.shape[0] != cfg.loops or k.shape[3] != layout.head_dim:
-        raise ValueError(f"k must have shape [{cfg.loops}, T, H, {layout.head_dim}], got {list(k.shape)}")
-    loops, tokens, heads, head_dim = k.shape
-    if (v.shape, v.stride(), v.dtype) != (k.shape, k.stride(), k.dtype):
-        raise ValueError(f"v must be as k, {list(k.shape)} {k.dtype}, got {list(v.shape)} {v.stride()} {v.dtype}")
-    if k.stride(3) != 1:
-        raise ValueError(f"the channels of k and v must be contiguous, got strides {k.stride()}")
-    if (cfg.rotation == "none") != (k_matrix is None) or (k_matrix is None) != (v_matrix is None):
-        given = [None if matrix is None else list(matrix.shape) for matrix in (k_matrix, v_matrix)]
-        raise ValueError(f"rotation={cfg.rotation!r} does not go with k_matrix, v_matrix of shape {given}")
+    check_layout(layout, pages, k_matrix, v_matrix)
+    loops, head_dim = layout.config.loops, layout.head_dim
+    if k.dim() != 4 or k.stride() != v.stride():
+        raise ValueError(f"k and v must be [L, T, H, D] with equal strides, got {k.stride()} and {v.stride()}")
+    tokens, heads = k.shape[1:3]
+    states = [[loops, tokens, heads, head_dim]]
     square = [[head_dim, head_dim], [heads, head_dim, head_dim]]
-    floats = (torch.bfloat16, torch.float16, torch.float32)
-    for name, tensor, shapes, dtypes in (
-        ("pages", pages, [[pages.shape[0], heads, layout.page_bytes_per_head]], (torch.uint8,)),
-        ("slots", slots, [[tokens]], (torch.int64, torch.int32)),
-        ("k", k, [list(k.shape)], floats),
-        ("v", v, [list(k.shape)], floats),
-        ("k_matrix", k_matrix, square, (torch.float16,)),
-        ("v_matrix", v_matrix, square, (torch.float16,)),
-        ("k_means", k_means, [[loops, heads, head_dim]], (torch.float32,)),
-        ("sanitised", sanitised, [[1]], (torch.int32,)),
-        ("rotated", rotated, [[2, *k.shape]], (torch.float32,)),
-    ):
-        if tensor is None:
-            continue
-        if list(tensor.shape) not in shapes or tensor.dtype not in dtypes:
-            expected = f"{' or '.join(map(str, shapes))} of {', '.join(map(str, dtypes))}"
-            raise ValueError(f"{name} must be {expected}, got {list(tensor.shape)} of {tensor.dtype}")
-        if tensor.device != device:
-            raise ValueError(f"{name} must be on {device}, as the pages, got {tensor.device}")
-        strides = _dense_strides(tensor, name)
-        if strides is not None and tensor.stride()[-len(strides) :] != strides:
-            raise ValueError(f"{name} must be contiguous, got strides {tensor.stride()}")
+    check_tensors(
+        pages.device,
+        pages=(pages, [[pages.shape[0], heads, layout.page_bytes_per_head]], (torch.uint8,), 1),
+        slots=(slots, [[tokens]], (torch.int64, torch.int32), 1),
+        k=(k, states, (torch.bfloat16, torch.float16, torch.float32), 1),
+        v=(v, states, (k.dtype,), 1),
+        k_matrix=(k_matrix, square, (torch.float16,), 2),
+        v_matrix=(v_matrix, square, (torch.float16,), 2),
+        k_means=(k_means, [[loops, heads, head_dim]], (torch.float32,), 3),
+        sanitised=(sanitised, [[1]], (torch.int32,), 1),
+        rotated=(rotated, [[2, *states[0]]], (torch.float32,), 5),
+    )
 
 
-def _dense_strides(tensor: Tensor, name: str) -> tuple[int, ...] | None:
-    """The strides that the kernel takes for granted, of the last axes; None where it reads them from the tensor."""
-    if name in ("k", "v"):
-        return None
-    kept = {"pages": 1, "k_matrix": 2, "v_matrix": 2}.get(name, tensor.dim())
-    strides = [1]
-    for size in reversed(tensor.shape[1 - kept :] if kept > 1 else ()):
-        strides.insert(0, strides[0] * size)
-    return tuple(strides)
-
-
-def check_layout(layout: PageLayout) -> None:
-    """Check that the Triton kernels know this layout.
+def check_tensors(
+    device: torch.device, **expected: tuple[Tensor | None, list[list[int]], tuple[torch.dtype, ...], int]
+) -> None:
+    """Check the arguments of a kernel, by name: tensor, allowed shapes, allowed dtypes, trailing axes to be contiguous.
 
     Raises:
-        ValueError: another head size, bits or rounding.
+        ValueError: the first that is on another device, of another shape or dtype, or strided; None passes.
+    """
+    for name, (tensor, shapes, dtypes, dense) in expected.items():
+        if tensor is None:
+            continue
+        shape = list(tensor.shape)
+        if shape not in shapes or tensor.dtype not in dtypes:
+            wanted = f"{' or '.join(map(str, shapes))} of {' or '.join(map(str, dtypes))}"
+            raise ValueError(f"{name} must be {wanted}, got {shape} of {tensor.dtype}")
+        if tensor.device != device:
+            raise ValueError(f"{name} must be on {device}, as the pages, got {tensor.device}")
+        strides = tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape) - dense, len(shape)))
+        if tensor.numel() and tensor.stride()[-dense:] != strides:
+            raise ValueError(f"the last {dense} axes of {name} must be contiguous, got strides {tensor.stride()}")
+
+
+def check_layout(layout: PageLayout, pages: Tensor, k_matrix: Tensor | None, v_matrix: Tensor | None) -> None:
+    """Check that the Triton kernels know this layout, can run here, and have the rotations that it names.
+
+    Raises:
+        ValueError: another head size, bits, rounding or device, or rotations that do not go with the configuration.
     """
     cfg: KVQuantConfig = layout.config
     check_head_dim(cfg, layout.head_dim)
+    if pages.device.type != "cuda" and not triton.knobs.runtime.interpret:
+        raise ValueError(f"pages must be on a CUDA device, got {pages.device}")
     if layout.head_dim not in HEAD_DIMS:
         raise ValueError(f"head_dim must be one of {', '.join(map(str, HEAD_DIMS))}, got {layout.head_dim}")
     if not set(cfg.bits) <= set(BITS):
         raise ValueError(f"bits must be among {', '.join(map(str, BITS))}, got {cfg.bits}")
     if cfg.rounding != "fp32":
         raise ValueError(f'rounding must be "fp32", got {cfg.rounding!r}')
+    given = [name for name, matrix in (("k_matrix", k_matrix), ("v_matrix", v_matrix)) if matrix is not None]
+    if len(given) != (0 if cfg.rotation == "none" else 2):
+        raise ValueError(f"rotation={cfg.rotation!r} needs {'no' if given else 'both'} matrices, got {given}")
 
 
 def pack_kv_cost(layout: PageLayout, tokens: int, heads: int, state_bytes: int = 2) -> tuple[int, int]:
