@@ -175,7 +175,7 @@ def check_rotated(layout, tokens, heads, dtype=torch.float32, shared=False):
     assert torch.equal(pages, expected)
     for x, z, matrix in ((k, rotated[0], k_matrix), (v, rotated[1], v_matrix)):
         exact = torch.einsum("lthd,hde->lthe", x.half().double().nan_to_num(), matrix.double().expand(heads, -1, -1))
-        assert (z - exact).abs().max() < 2e-5
+        assert (z - exact).abs().max() < 1e-4
 
 
 @pytest.mark.parametrize("shared", [False, True], ids=["a matrix per head", "one matrix"])
