@@ -12,9 +12,9 @@ A program owns whole tokens of one head, so no two programs, and no two lanes, w
 read-modify-write, whatever the order of the slots (which must differ from each other, as in any slot mapping).
 
 Roofline: a token of one layer of Ouro (4 loops, 16 heads, D = 128, INT2/4 g=32) is read once as 32 KiB of BF16 and
-written as 6.2 KiB; the 64 rotations of 128 x 128 FP16 are 1 MiB, read by all programs but once from memory.  At batch
+written as 6.2 KiB; the 32 rotations of 128 x 128 FP16 are 1 MiB, read by all programs but once from memory.  At batch
 64 that is 3.5 MB, 0.8 us at 4.3 TB/s: a decode step sees the latency of one launch and of four dependent loops, not the
-traffic.  In a prefill about 60 instructions per value outweigh the traffic by 3 to 4 times.
+traffic.  In a prefill the instructions (60 per value, 105 with a rotation) outweigh the traffic 4 to 6 times.
 
 Codes depend on the last bit of every step before them, so the kernel fixes what a compiler may otherwise choose:
 no contraction into fused multiply-adds, IEEE division, and inner products summed in one order.
@@ -75,62 +75,32 @@ def rotation_of(matrix: Tensor | None, means: Tensor | None, heads: int) -> Rota
 
 @triton.jit
 def pack_kv_kernel(
-    words,
-    slots,
-    k,
-    v,
-    k_matrix,
-    v_matrix,
-    k_means,
-    sanitised,
-    rotated,
-    tokens,
-    loop_stride,
-    token_stride,
-    head_stride,
-    k_matrix_stride,
-    v_matrix_stride,
-    block_stride,
-    page_head_stride,
-    k_start,
-    v_start,
-    PLAN: tl.constexpr,
-    COEFFICIENT: tl.constexpr,
-    CHAINED: tl.constexpr,
-    S: tl.constexpr,
-    D: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    WARPS: tl.constexpr,
-):
-    """One block of tokens of one head, K (program axis 2 at 0) or V (1).
-
-    PLAN holds, for each loop in coding order: loop, bits, group size, clip, whether it has a reference, and the first
-    word of its codes, metadata and alpha, counted from the start of K or V.
-    """
+    words, slots, k, v, k_matrix, v_matrix, k_means, sanitised, rotated, tokens,
+    loop_stride, token_stride, head_stride, k_matrix_stride, v_matrix_stride,
+    block_stride, page_head_stride, k_start, v_start,
+    PLAN: tl.constexpr, COEFFICIENT: tl.constexpr, CHAINED: tl.constexpr, S: tl.constexpr,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_T: tl.constexpr, WARPS: tl.constexpr,
+):  # fmt: skip
+    """One block of tokens of one head, K (program axis 2 at 0) or V (1), by the PLAN of :func:`coding_plan`."""
     L: tl.constexpr = len(PLAN)
     head = tl.program_id(1).to(tl.int64)
     is_v = tl.program_id(2)
-    x = k
-    start = k_start
-    if is_v > 0:
-        x = v
-        start = v_start
     channel = tl.arange(0, BLOCK_D)
     token = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     slot = tl.load(slots + token, mask=token < tokens, other=-1).to(tl.int64)
     stored = slot >= 0
     inside = stored[:, None] & (channel < D)[None, :]
-    page = words + slot // S * block_stride + head * page_head_stride + start
+    t = slot % S
+    page = words + slot // S * block_stride + head * page_head_stride + tl.where(is_v > 0, v_start, k_start)
+    x = k
+    if is_v > 0:
+        x = v
     x += token[:, None] * token_stride + head * head_stride + channel[None, :]
     if k_matrix is not None:
-        # A matrix instruction gives each warp every WARPS-th strip of 8 columns; so ordered, these are its channels.
-        column = channel // 8 % WARPS * (BLOCK_D // WARPS) + channel // (8 * WARPS) * 8 + channel % 8
-        square = (channel < D)[:, None] & (column < D)[None, :]
         matrix = k_matrix + head * k_matrix_stride
         if is_v > 0:
             matrix = v_matrix + head * v_matrix_stride
-        rotation = tl.load(matrix + channel[:, None] * D + column[None, :], mask=square, other=0.0)
+        rotation = _load_matrix(matrix, D, BLOCK_D, WARPS)
 
     reference = tl.zeros([BLOCK_T, BLOCK_D], tl.float32)
     following = tl.load(x + PLAN[0][0] * loop_stride, mask=inside, other=0.0)
@@ -141,40 +111,69 @@ def pack_kv_kernel(
         if sanitised is not None:
             tl.atomic_add(sanitised, changed, mask=changed > 0)
         if k_matrix is not None:
-            z = tl.dot(z.to(tl.float16), rotation)
-            z = tl.permute(tl.reshape(z, [BLOCK_T, BLOCK_D // WARPS // 8, WARPS, 8]), (0, 2, 1, 3))
-            z = tl.reshape(z, [BLOCK_T, BLOCK_D])
+            z = _rotate(z, rotation, WARPS)
         if rotated is not None:
             state = (((is_v * L + PLAN[i][0]) * tokens + token) * tl.num_programs(1) + head) * D
             tl.store(rotated + state[:, None] + channel[None, :], z, mask=inside)
 
-        residual = z
+        prediction = tl.zeros_like(z)
         if PLAN[i][4]:
-            prediction = reference
-            if COEFFICIENT != "unit":
-                if i == 1 or CHAINED:
-                    energy = _dot(reference, reference, D)
-                alpha = _coefficient(z, reference, energy, COEFFICIENT, D)
-                alpha_words, alpha = _round_bf16(alpha)
-                _store_words(page, slot % S, stored, alpha_words, 0, PLAN[i][7], 1)
-                prediction = alpha * reference
-            residual = z - prediction
+            if i == 1 or CHAINED:
+                energy = _dot(reference, reference, D)
+            prediction = _predict(page, t, stored, z, reference, energy, PLAN[i][7], COEFFICIENT, D)
         if k_means is not None:
-            mean_at = k_means + (PLAN[i][0] * tl.num_programs(1) + head) * D + channel
-            mean = tl.load(mean_at, mask=(channel < D) & (is_v == 0), other=0.0)[None, :]
-            residual -= mean
-        if PLAN[i][1] > 0:
-            codes, metadata, value = _quantize(residual, PLAN[i][1], PLAN[i][2], PLAN[i][3])
-            _store_codes(page, slot % S, stored, codes, is_v, PLAN[i][5], PLAN[i][1], D)
-            _store_words(page, slot % S, stored, metadata, 0, PLAN[i][6], D // PLAN[i][2])
-            if PLAN[i][4]:
-                value = prediction + value
+            mean = k_means + (PLAN[i][0] * tl.num_programs(1) + head) * D + channel
+            mean = tl.load(mean, mask=(channel < D) & (is_v == 0), other=0.0)[None, :]
         else:
-            value = prediction
-        if k_means is not None:
-            value += mean
+            mean = tl.zeros([1, BLOCK_D], tl.float32)
+        value = prediction
+        if PLAN[i][1] > 0:
+            value = prediction + _code(page, t, stored, is_v, z - prediction - mean, PLAN[i], D)
         if i == 0 or CHAINED:
-            reference = value
+            reference = value + mean
+
+
+@triton.jit
+def _load_matrix(matrix, D: tl.constexpr, W: tl.constexpr, WARPS: tl.constexpr):
+    """[W, W] matrix of D rows and columns, its columns so ordered that each warp computes contiguous channels.
+
+    A matrix instruction gives each warp every WARPS-th strip of 8 columns; :func:`_rotate` names the channels again.
+    """
+    row = tl.arange(0, W)
+    column = row // 8 % WARPS * (W // WARPS) + row // (8 * WARPS) * 8 + row % 8
+    inside = (row < D)[:, None] & (column < D)[None, :]
+    return tl.load(matrix + row[:, None] * D + column[None, :], mask=inside, other=0.0)
+
+
+@triton.jit
+def _rotate(x, rotation, WARPS: tl.constexpr):
+    """x T: FP16 products, summed in FP32, for a matrix from :func:`_load_matrix`."""
+    T: tl.constexpr = x.shape[0]
+    W: tl.constexpr = x.shape[1]
+    z = tl.reshape(tl.dot(x.to(tl.float16), rotation), [T, W // WARPS // 8, WARPS, 8])
+    return tl.reshape(tl.permute(z, (0, 2, 1, 3)), [T, W])
+
+
+@triton.jit
+def _predict(
+    page, t, stored, z, reference, energy, FIRST: tl.constexpr, COEFFICIENT: tl.constexpr, D: tl.constexpr
+):  # fmt: skip
+    """alpha R, after storing alpha in the plane from word FIRST (Sec. 3.2)."""
+    prediction = reference
+    if COEFFICIENT != "unit":
+        words, alpha = _round_bf16(_coefficient(z, reference, energy, COEFFICIENT, D))
+        _store_words(page, t, stored, words, 0, FIRST, 1)
+        prediction = alpha * reference
+    return prediction
+
+
+@triton.jit
+def _code(page, t, stored, is_v, residual, LOOP: tl.constexpr, D: tl.constexpr):
+    """The values that a loop's codes stand for, after storing codes and metadata (LOOP: its entry of the plan)."""
+    codes, metadata, value = _quantize(residual, LOOP[1], LOOP[2], LOOP[3])
+    _store_codes(page, t, stored, codes, is_v, LOOP[5], LOOP[1], D)
+    _store_words(page, t, stored, metadata, 0, LOOP[6], D // LOOP[2])
+    return value
 
 
 @triton.jit
@@ -301,16 +300,9 @@ def _pack(codes, BITS: tl.constexpr):
 
 @triton.jit
 def _store_words(
-    page,
-    t,
-    stored,
-    values,
-    interleaved,
-    FIRST: tl.constexpr,
-    TOKEN: tl.constexpr,
-    BEGIN: tl.constexpr = 0,
-    COUNT: tl.constexpr = None,
-):
+    page, t, stored, values, interleaved,
+    FIRST: tl.constexpr, TOKEN: tl.constexpr, BEGIN: tl.constexpr = 0, COUNT: tl.constexpr = None,
+):  # fmt: skip
     """Words BEGIN .. BEGIN + COUNT (all, by default) of each token, of TOKEN words, in the plane from word FIRST."""
     LIMIT: tl.constexpr = TOKEN if COUNT is None else COUNT
     word = tl.arange(0, values.shape[1])
@@ -374,33 +366,13 @@ def pack_kv(
     block_t = tuned("pack_kv", pages.device)["BLOCK_T"]
     width = triton.next_power_of_2(head_dim)
     pack_kv_kernel[(triton.cdiv(tokens, block_t), heads, 2)](
-        words,
-        slots,
-        k,
-        v,
-        k_matrix,
-        v_matrix,
-        k_means,
-        sanitised,
-        rotated,
-        tokens,
-        *k.stride()[:3],
-        head_stride(k_matrix),
-        head_stride(v_matrix),
-        *words.stride()[:2],
-        layout.planes_of("k", group)[0].offset // 2,
-        layout.planes_of("v", group)[0].offset // 2,
-        PLAN=coding_plan(layout),
-        COEFFICIENT=cfg.coefficient,
-        CHAINED=cfg.reference in ("previous", "next"),
-        S=layout.page_tokens,
-        D=head_dim,
-        BLOCK_D=width,
-        BLOCK_T=block_t,
-        WARPS=width // WARP_CHANNELS,
-        num_warps=width // WARP_CHANNELS,
-        enable_fp_fusion=False,
-    )
+        words, slots, k, v, k_matrix, v_matrix, k_means, sanitised, rotated, tokens,
+        *k.stride()[:3], head_stride(k_matrix), head_stride(v_matrix),
+        *words.stride()[:2], *(layout.planes_of(kv, group)[0].offset // 2 for kv in "kv"),
+        PLAN=coding_plan(layout), COEFFICIENT=cfg.coefficient, CHAINED=cfg.reference in ("previous", "next"),
+        S=layout.page_tokens, D=head_dim, BLOCK_D=width, BLOCK_T=block_t, WARPS=width // WARP_CHANNELS,
+        num_warps=width // WARP_CHANNELS, enable_fp_fusion=False,
+    )  # fmt: skip
 
 
 def coding_plan(layout: PageLayout) -> tuple[tuple, ...]:

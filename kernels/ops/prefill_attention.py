@@ -77,49 +77,20 @@ def prefill_attention_reference(
 
 @triton.jit
 def prefill_attention_kernel(
-    out,
-    q,
-    k,
-    v,
-    words,
-    block_table,
-    query_start,
-    seq_lens,
-    k_matrix,
-    v_matrix,
-    k_means,
-    scale,
-    out_token_stride,
-    out_head_stride,
-    q_token_stride,
-    q_head_stride,
-    k_token_stride,
-    k_head_stride,
-    v_token_stride,
-    v_head_stride,
-    k_matrix_stride,
-    v_matrix_stride,
-    block_stride,
-    page_head_stride,
-    table_stride,
-    k_start,
-    v_start,
-    CHAIN: tl.constexpr,
-    ALPHA: tl.constexpr,
-    R: tl.constexpr,
-    S: tl.constexpr,
-    D: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
+    out, q, k, v, words, block_table, query_start, seq_lens, k_matrix, v_matrix, k_means, scale,
+    out_token_stride, out_head_stride, q_token_stride, q_head_stride,
+    k_token_stride, k_head_stride, v_token_stride, v_head_stride, k_matrix_stride, v_matrix_stride,
+    block_stride, page_head_stride, table_stride, k_start, v_start,
+    CHAIN: tl.constexpr, ALPHA: tl.constexpr, R: tl.constexpr, S: tl.constexpr,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
     """BLOCK_M rows of one sequence and KV head; row m is query head ``m mod R`` of query token ``m // R``.
 
     CHAIN holds, for each loop from the anchor to the one asked for: loop, bits, group size, and the first word of its
     codes, metadata and alpha, counted from the start of K or V.
     """
     head = tl.program_id(1).to(tl.int64)
-    sequence = tl.program_id(2)
+    sequence = tl.program_id(2).to(tl.int64)
     begin = tl.load(query_start + sequence).to(tl.int64)
     queries = (tl.load(query_start + sequence + 1) - begin).to(tl.int32)
     first = tl.program_id(0) * (BLOCK_M // R)
@@ -134,52 +105,81 @@ def prefill_attention_kernel(
     query_head = head * R + row % R
     at = (begin + token) * q_token_stride + query_head * q_head_stride
     query = tl.load(q + at[:, None] + channel[None, :], mask=asked, other=0.0)
-    to_exponent = scale * 1.4426950408889634
+    exponent = scale * 1.4426950408889634  # of 2 instead of e
 
     largest = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     if past > 0:
-        turned = query.to(tl.float16)
-        matrix_at = channel[:, None] * D + channel[None, :]
-        square = (channel < D)[:, None] & (channel < D)[None, :]
-        if k_matrix is not None:
-            matrix = tl.load(k_matrix + head * k_matrix_stride + matrix_at, mask=square, other=0.0)
-            turned = tl.dot(turned, matrix).to(tl.float16)
-        page_at = words + head * page_head_stride
-        table = block_table + sequence.to(tl.int64) * table_stride
-        for start in range(0, past, BLOCK_N):
-            t = start + tl.arange(0, BLOCK_N)
-            block = tl.load(table + t // S, mask=t < past, other=0).to(tl.int64)
-            page = page_at + block * block_stride
-            means = k_means
-            if k_means is not None:
-                means = k_means + head * D
-            keys = _rebuild(page + k_start, t % S, t < past, means, tl.num_programs(1) * D, 0, CHAIN, ALPHA, D, BLOCK_D)
-            scores = tl.dot(turned, tl.trans(keys)) * to_exponent
-            scores = tl.where((t < past)[None, :], scores, float("-inf"))
-            weights, largest, total, acc = _weigh(scores, largest, total, acc)
-            values = _rebuild(page + v_start, t % S, t < past, None, 0, 1, CHAIN, ALPHA, D, BLOCK_D)
-            acc = tl.dot(weights.to(tl.float16), values, acc)
-        if v_matrix is not None:
-            matrix = tl.load(v_matrix + head * v_matrix_stride + matrix_at, mask=square, other=0.0)
-            acc = tl.dot((acc / total[:, None]).to(tl.float16), tl.trans(matrix)) * total[:, None]
-
-    k += begin * k_token_stride + head * k_head_stride + channel[None, :]
-    v += begin * v_token_stride + head * v_head_stride + channel[None, :]
-    for start in range(0, tl.minimum(first + BLOCK_M // R, queries), BLOCK_N):
-        t = start + tl.arange(0, BLOCK_N)
-        inside = (t < queries)[:, None] & (channel < D)[None, :]
-        keys = tl.load(k + t[:, None] * k_token_stride, mask=inside, other=0.0)
-        scores = tl.dot(query, tl.trans(keys), input_precision="ieee") * to_exponent
-        scores = tl.where((t[None, :] <= token[:, None]) & (t < queries)[None, :], scores, float("-inf"))
-        weights, largest, total, acc = _weigh(scores, largest, total, acc)
-        values = tl.load(v + t[:, None] * v_token_stride, mask=inside, other=0.0)
-        acc = tl.dot(weights.to(values.dtype), values, acc, input_precision="ieee")
-
+        turned = _times_matrix(query, k_matrix, head * k_matrix_stride, D, False)
+        pages = words + head * page_head_stride
+        table = block_table + sequence * table_stride
+        largest, total, acc = _attend_past(
+            turned, largest, total, acc, pages, table, past, exponent, k_means, head,
+            block_stride, k_start, v_start, CHAIN, ALPHA, S, D, BLOCK_N,
+        )  # fmt: skip
+        acc = _times_matrix(acc / total[:, None], v_matrix, head * v_matrix_stride, D, True) * total[:, None]
+    k += begin * k_token_stride + head * k_head_stride
+    v += begin * v_token_stride + head * v_head_stride
+    end = tl.minimum(first + BLOCK_M // R, queries)
+    largest, total, acc = _attend_present(
+        query, token, largest, total, acc, k, v, end, exponent, k_token_stride, v_token_stride, D, BLOCK_N
+    )
     at = (begin + token) * out_token_stride + query_head * out_head_stride
     acc = acc / total[:, None]
     tl.store(out + at[:, None] + channel[None, :], acc.to(out.dtype.element_ty), mask=asked)
+
+
+@triton.jit
+def _times_matrix(x, matrix, begin, D: tl.constexpr, TRANSPOSED: tl.constexpr):
+    """x T or x T^T of rows [M, W], FP16 products summed in FP32; x where there is no matrix."""
+    W: tl.constexpr = x.shape[1]
+    if matrix is not None:
+        channel = tl.arange(0, W)
+        square = (channel < D)[:, None] & (channel < D)[None, :]
+        factor = tl.load(matrix + begin + channel[:, None] * D + channel[None, :], mask=square, other=0.0)
+        if TRANSPOSED:
+            factor = tl.trans(factor)
+        x = tl.dot(x.to(tl.float16), factor)
+    return x.to(tl.float32)
+
+
+@triton.jit
+def _attend_past(
+    query, largest, total, acc, pages, table, past, exponent, k_means, head, block_stride, k_start, v_start,
+    CHAIN: tl.constexpr, ALPHA: tl.constexpr, S: tl.constexpr, D: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """The online softmax over all packed tokens of the sequence, in the rotated space."""
+    W: tl.constexpr = query.shape[1]
+    query = query.to(tl.float16)
+    for start in range(0, past, BLOCK_N):
+        t = start + tl.arange(0, BLOCK_N)
+        inside = t < past
+        page = pages + tl.load(table + t // S, mask=inside, other=0).to(tl.int64) * block_stride
+        keys = _rebuild(page + k_start, t % S, inside, k_means, head, 0, CHAIN, ALPHA, D, W)
+        scores = tl.where(inside[None, :], tl.dot(query, tl.trans(keys)) * exponent, float("-inf"))
+        weights, largest, total, acc = _weigh(scores, largest, total, acc)
+        values = _rebuild(page + v_start, t % S, inside, None, head, 1, CHAIN, ALPHA, D, W)
+        acc = tl.dot(weights.to(tl.float16), values, acc)
+    return largest, total, acc
+
+
+@triton.jit
+def _attend_present(
+    query, token, largest, total, acc, k, v, end, exponent, k_stride, v_stride, D: tl.constexpr, BLOCK_N: tl.constexpr
+):  # fmt: skip
+    """The online softmax over this step's tokens before ``end``, causal, in the original space."""
+    channel = tl.arange(0, query.shape[1])[None, :]
+    for start in range(0, end, BLOCK_N):
+        t = start + tl.arange(0, BLOCK_N)
+        inside = (t < end)[:, None] & (channel < D)
+        keys = tl.load(k + t[:, None].to(tl.int64) * k_stride + channel, mask=inside, other=0.0)
+        scores = tl.dot(query, tl.trans(keys), input_precision="ieee") * exponent
+        scores = tl.where((t[None, :] <= token[:, None]) & (t < end)[None, :], scores, float("-inf"))
+        weights, largest, total, acc = _weigh(scores, largest, total, acc)
+        values = tl.load(v + t[:, None].to(tl.int64) * v_stride + channel, mask=inside, other=0.0)
+        acc = tl.dot(weights.to(values.dtype), values, acc, input_precision="ieee")
+    return largest, total, acc
 
 
 @triton.jit
@@ -193,20 +193,11 @@ def _weigh(scores, largest, total, acc):
 
 @triton.jit
 def _rebuild(
-    page,
-    t,
-    inside,
-    means,
-    loop_stride,
-    INTERLEAVED: tl.constexpr,
-    CHAIN: tl.constexpr,
-    ALPHA: tl.constexpr,
-    D: tl.constexpr,
-    W: tl.constexpr,
-):
+    page, t, inside, means, head, INTERLEAVED: tl.constexpr,
+    CHAIN: tl.constexpr, ALPHA: tl.constexpr, D: tl.constexpr, W: tl.constexpr,
+):  # fmt: skip
     """Zhat of tokens t of their pages, [N, W] fp16; 0 (or the means) for those not inside."""
-    N: tl.constexpr = t.shape[0]
-    z = tl.zeros([N, W], tl.float32)
+    z = tl.zeros([t.shape[0], W], tl.float32)
     for i in tl.static_range(len(CHAIN)):
         if i > 0 and ALPHA:
             alpha = _load_words(page, t, inside, 0, CHAIN[i][5], 1, 0, 1)
@@ -216,7 +207,8 @@ def _rebuild(
             z += _dequantize(page, t, inside, codes, CHAIN[i][4], CHAIN[i][2], D)
         if means is not None:
             channel = tl.arange(0, W)
-            z += tl.load(means + CHAIN[i][0] * loop_stride + channel, mask=channel < D, other=0.0)[None, :]
+            mean = means + (CHAIN[i][0] * tl.num_programs(1) + head) * D + channel
+            z += tl.load(mean, mask=channel < D, other=0.0)[None, :]
     return tl.minimum(tl.maximum(z, -65504.0), 65504.0).to(tl.float16)
 
 
@@ -240,15 +232,9 @@ def _e4m3_value(code):
 
 @triton.jit
 def _load_codes(
-    page,
-    t,
-    inside,
-    interleaved: tl.constexpr,
-    FIRST: tl.constexpr,
-    BITS: tl.constexpr,
-    D: tl.constexpr,
-    W: tl.constexpr,
-):
+    page, t, inside, interleaved: tl.constexpr,
+    FIRST: tl.constexpr, BITS: tl.constexpr, D: tl.constexpr, W: tl.constexpr,
+):  # fmt: skip
     """Codes of BITS bits of tokens t of their pages, [N, W] int32."""
     if BITS == 3:
         low = _load_words(page, t, inside, interleaved, FIRST, 3 * D // 16, 0, W // 8)
@@ -269,15 +255,9 @@ def _unpack(words, BITS: tl.constexpr):
 
 @triton.jit
 def _load_words(
-    page,
-    t,
-    inside,
-    interleaved: tl.constexpr,
-    FIRST: tl.constexpr,
-    TOKEN: tl.constexpr,
-    BEGIN: tl.constexpr,
-    COUNT: tl.constexpr,
-):
+    page, t, inside, interleaved: tl.constexpr,
+    FIRST: tl.constexpr, TOKEN: tl.constexpr, BEGIN: tl.constexpr, COUNT: tl.constexpr,
+):  # fmt: skip
     """COUNT words from BEGIN of each token, of TOKEN words, in the plane from word FIRST: [N, COUNT] int32, unsigned.
 
     Words past the token's last belong to channels that are padding: they are read as 0.
@@ -334,36 +314,15 @@ def prefill_attention(
     blocks = triton.cdiv(max_queries, parameters["BLOCK_M"] // repeat)
     if not blocks * len(seq_lens):
         return
-    cfg = layout.config
     words = pages.view(torch.int16)
     prefill_attention_kernel[(blocks, heads, len(seq_lens))](
-        out,
-        q,
-        k,
-        v,
-        words,
-        block_table,
-        query_start,
-        seq_lens,
-        k_matrix,
-        v_matrix,
-        k_means,
-        scale,
+        out, q, k, v, words, block_table, query_start, seq_lens, k_matrix, v_matrix, k_means, scale,
         *(stride for tensor in (out, q, k, v) for stride in tensor.stride()[:2]),
-        head_stride(k_matrix),
-        head_stride(v_matrix),
-        *words.stride()[:2],
-        block_table.stride(0),
-        layout.planes_of("k", group)[0].offset // 2,
-        layout.planes_of("v", group)[0].offset // 2,
-        CHAIN=_chain(layout, loop),
-        ALPHA=cfg.coefficient != "unit",
-        R=repeat,
-        S=layout.page_tokens,
-        D=head_dim,
-        BLOCK_D=triton.next_power_of_2(head_dim),
-        **parameters,
-    )
+        head_stride(k_matrix), head_stride(v_matrix), *words.stride()[:2], block_table.stride(0),
+        *(layout.planes_of(kv, group)[0].offset // 2 for kv in "kv"),
+        CHAIN=_chain(layout, loop), ALPHA=layout.config.coefficient != "unit", R=repeat, S=layout.page_tokens,
+        D=head_dim, BLOCK_D=triton.next_power_of_2(head_dim), **parameters,
+    )  # fmt: skip
 
 
 def _chain(layout: PageLayout, loop: int) -> tuple[tuple, ...]:
