@@ -128,7 +128,7 @@ def pack_kv_kernel(
             mean = tl.zeros([1, BLOCK_D], tl.float32)
         value = prediction
         if PLAN[i][1] > 0:
-            value = prediction + _code(page, t, stored, is_v, z - prediction - mean, PLAN[i], D)
+            value = prediction + _code(page, t, stored, is_v, z - prediction - mean, PLAN, i, D)
         if i == 0 or CHAINED:
             reference = value + mean
 
@@ -168,11 +168,11 @@ def _predict(
 
 
 @triton.jit
-def _code(page, t, stored, is_v, residual, LOOP: tl.constexpr, D: tl.constexpr):
-    """The values that a loop's codes stand for, after storing codes and metadata (LOOP: its entry of the plan)."""
-    codes, metadata, value = _quantize(residual, LOOP[1], LOOP[2], LOOP[3])
-    _store_codes(page, t, stored, codes, is_v, LOOP[5], LOOP[1], D)
-    _store_words(page, t, stored, metadata, 0, LOOP[6], D // LOOP[2])
+def _code(page, t, stored, is_v, residual, PLAN: tl.constexpr, i: tl.constexpr, D: tl.constexpr):
+    """The values that the codes of entry i of the plan stand for, after storing codes and metadata."""
+    codes, metadata, value = _quantize(residual, PLAN[i][1], PLAN[i][2], PLAN[i][3])
+    _store_codes(page, t, stored, codes, is_v, PLAN[i][5], PLAN[i][1], D)
+    _store_words(page, t, stored, metadata, 0, PLAN[i][6], D // PLAN[i][2])
     return value
 
 
