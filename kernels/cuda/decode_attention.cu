@@ -61,8 +61,8 @@ struct Arguments {
   int64_t mean_stride;
   float* partial;  // [B, Hq, splits, D]
   float* lse;      // [B, Hq, splits], log2
-  uint16_t* out;   // bf16 [B, Hq, D]
-  int64_t out_stride, out_head_stride;
+  void* out;       // [B, Hq, D], bf16 or f32
+  int64_t out_stride, out_head_stride, out_is_float;
   int64_t batch, query_heads, kv_heads, splits;
   int64_t k_planes[4], v_planes[4];  // offset of each kind's planes within a head's part of a page
   double scale;
@@ -721,7 +721,10 @@ __device__ void merge_row(const Arguments& arg, int row, int head, int kv_head, 
 __device__ __forceinline__ void write_channel(const Arguments& arg, int row, int head, int kv_head, int channel,
                                               float past, float current) {
   const float own = bf16_to_float(arg.v[row * arg.v_stride + kv_head * arg.v_head_stride + channel]);
-  arg.out[row * arg.out_stride + head * arg.out_head_stride + channel] = float_to_bf16(past + current * own);
+  const int64_t place = row * arg.out_stride + head * arg.out_head_stride + channel;
+  const float value = past + current * own;
+  if (arg.out_is_float) static_cast<float*>(arg.out)[place] = value;
+  else static_cast<uint16_t*>(arg.out)[place] = float_to_bf16(value);
 }
 
 // out = (past sum) U_V^T + the current token's share, for MERGE_ROWS sequences of one query head.

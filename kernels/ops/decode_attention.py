@@ -209,13 +209,13 @@ def decode_attention(
         k_means: [L, H, D] fp32 (OptR-H), or None.
         group: which loop group of the layer.
         scale: of the scores; D**-0.5 by default.
-        out: [B, Hq, D] bf16 to write to.
+        out: [B, Hq, D] to write to, of the dtype of q or fp32; made by default.
         prefer: "cuda", "triton" or "reference"; by default CUDA where it was or can be compiled for this layout, else
             Triton; on a CPU the reference.
         check_table: make sure that pages named by ``block_table`` exist; waits for the GPU.
 
     Returns:
-        [B, Hq, D] of the dtype of q.
+        ``out``.
 
     Raises:
         ValueError: an argument of another shape, dtype or device, or a layout that no kernel reads.
@@ -268,7 +268,7 @@ class Arguments(ctypes.Structure):
         + [(name, ctypes.c_int64) for name in ("k_matrix_stride", "v_matrix_stride")]
         + [("means", ctypes.c_void_p * MOST_KINDS), ("mean_stride", ctypes.c_int64)]
         + [(name, ctypes.c_void_p) for name in ("partial", "lse", "out")]
-        + [(name, ctypes.c_int64) for name in ("out_stride", "out_head_stride")]
+        + [(name, ctypes.c_int64) for name in ("out_stride", "out_head_stride", "out_is_float")]
         + [(name, ctypes.c_int64) for name in ("batch", "query_heads", "kv_heads", "splits")]
         + [(name, ctypes.c_int64 * MOST_KINDS) for name in ("k_planes", "v_planes")]
         + [("scale", ctypes.c_double)]
@@ -303,6 +303,7 @@ def fill_arguments(
         out=out.data_ptr(),
         out_stride=out.stride(0),
         out_head_stride=out.stride(1),
+        out_is_float=out.dtype == torch.float32,
         batch=q.shape[0],
         query_heads=q.shape[1],
         kv_heads=k.shape[1],
@@ -391,7 +392,7 @@ def _check(
         ("q", q, [[batch, query_heads, dim]], floats),
         ("k", k, [[batch, heads, dim]], (q.dtype,)),
         ("v", v, [[batch, heads, dim]], (q.dtype,)),
-        ("out", out, [list(q.shape)], (q.dtype,)),
+        ("out", out, [list(q.shape)], (q.dtype, torch.float32)),
         ("pages", pages, [[len(pages), heads, layout.page_bytes_per_head]], (torch.uint8,)),
         ("block_table", block_table, [[batch, block_table.shape[-1]]], (torch.int32,)),
         ("lengths", lengths, [[batch]], (torch.int32,)),

@@ -38,7 +38,8 @@ struct Fiber {
   bool done = false;
   std::vector<Copy> open;
   std::deque<std::vector<Copy>> groups;
-  uint32_t sent[16];  // what other lanes of the warp may read
+  uint32_t sent[1];       // what other lanes of the warp may read
+  float factors[6][2];
 };
 
 struct Barrier {
@@ -73,10 +74,9 @@ inline void arrive(Barrier& barrier, int parties) {
 inline void sync_warp() { arrive(warp_barriers[warp_of(current)], 32); }
 inline void sync_block() { arrive(block_barrier, (int)fibers.size()); }
 
-// Exchange: everyone's words become readable between two barriers.
+// What a lane has sent becomes readable between two barriers.
 template <typename Read>
-auto exchange(const uint32_t* words, int count, Read read) {
-  memcpy(self().sent, words, count * 4);
+auto exchange(Read read) {
   sync_warp();
   auto result = read(&fibers[current / 32 * 32]);
   sync_warp();
@@ -85,10 +85,9 @@ auto exchange(const uint32_t* words, int count, Read read) {
 
 template <typename T>
 T from_lane(T value, int lane) {
-  uint32_t word;
   static_assert(sizeof(T) == 4);
-  memcpy(&word, &value, 4);
-  word = exchange(&word, 1, [&](Fiber* warp) { return warp[lane & 31].sent[0]; });
+  memcpy(self().sent, &value, 4);
+  const uint32_t word = exchange([&](Fiber* warp) { return warp[lane & 31].sent[0]; });
   memcpy(&value, &word, 4);
   return value;
 }
@@ -99,8 +98,8 @@ T from_neighbour(T value, int mask) {
 }
 
 inline bool any_lane(bool value) {
-  const uint32_t word = value;
-  return exchange(&word, 1, [&](Fiber* warp) {
+  self().sent[0] = value;
+  return exchange([&](Fiber* warp) {
     return std::any_of(warp, warp + 32, [](const Fiber& lane) { return lane.sent[0] != 0; });
   });
 }
@@ -134,8 +133,9 @@ inline uint32_t multiply_half2(uint32_t a, uint32_t b) {
 // The PTX manual's figure of m16n8k16, element by element.
 inline void mma(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
   const uint32_t words[6] = {a[0], a[1], a[2], a[3], b0, b1};
+  for (int i = 0; i < 6; ++i) self().factors[i][0] = low_half(words[i]), self().factors[i][1] = high_half(words[i]);
   struct Four { float x[4]; };
-  const Four sums = exchange(words, 6, [&](Fiber* warp) {
+  const Four sums = exchange([&](Fiber* warp) {
     Four result;
     const int group = current % 32 / 4, in_group = current % 4;
     for (int i = 0; i < 4; ++i) {
@@ -143,8 +143,7 @@ inline void mma(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1)
       double sum = d[i];
       for (int k = 0; k < 16; ++k) {
         const Fiber &lane_a = warp[row % 8 * 4 + k % 8 / 2], &lane_b = warp[column * 4 + k % 8 / 2];
-        const uint32_t word_a = lane_a.sent[row / 8 + k / 8 * 2], word_b = lane_b.sent[4 + k / 8];
-        sum += (double)(k % 2 ? high_half(word_a) : low_half(word_a)) * (k % 2 ? high_half(word_b) : low_half(word_b));
+        sum += (double)lane_a.factors[row / 8 + k / 8 * 2][k % 2] * lane_b.factors[4 + k / 8][k % 2];
       }
       result.x[i] = (float)sum;
     }
@@ -219,11 +218,11 @@ int launch(void (*kernel)(Arguments), dim3 grid, int threads, int shared_size, v
   for (unsigned block = 0; block < grid.x * grid.y * grid.z; ++block) {
     blockIdx = dim3(block % grid.x, block / grid.x % grid.y, block / grid.x / grid.y);
     shared_bytes.assign(shared_size + 127, 0xff);  // NaN in every format
-    fibers = std::vector<Fiber>(threads);
+    fibers.resize(threads);
     warp_barriers = std::vector<Barrier>(threads / 32);
     block_barrier = Barrier();
     for (Fiber& fiber : fibers) {
-      fiber.stack.resize(1 << 18);
+      fiber.done = false, fiber.open.clear(), fiber.groups.clear(), fiber.stack.resize(1 << 17);
       getcontext(&fiber.context);
       fiber.context.uc_stack = {fiber.stack.data(), 0, fiber.stack.size()};
       fiber.context.uc_link = &scheduler;
