@@ -28,9 +28,8 @@
 // Grid: (splits * query head sets, KV heads, batch). A block takes one split of a sequence; each of its warps takes
 // every fourth tile with its own pages, stages and softmax, and the warps are combined at the end. A second kernel
 // combines the splits with the current BF16 token and rotates the output back once.
-#include "decode_layout.cuh"
+#include "decode_tile.cuh"
 
-constexpr int WARPS = 4, LANES = 32, THREADS = WARPS * LANES;
 constexpr int ACCUMULATORS = QUERY_HEADS * PAIRS * ROW_TILES * 4;
 constexpr int BLOCKS_PER_SM = ACCUMULATORS <= 32 ? 4 : 2;
 constexpr int STAGE_BUDGET = (BLOCKS_PER_SM == 4 ? 50 : 100) * 1024 / WARPS;
@@ -40,235 +39,9 @@ constexpr int SCRATCH_FLOATS = QUERY_HEADS * HEAD_DIM * (ROW_SETS + 1);
 constexpr int SHARED_BYTES = WARPS * STAGES * STAGE_BYTES + SCRATCH_FLOATS * 4;
 static_assert(SCRATCH_FLOATS >= QUERY_HEADS * WARPS * (HEAD_DIM + 2), "the epilogue's sums must fit in the scratch");
 
-// f16 holds p * 2^P_EXPONENT, so that small p keep their bits. The running maximum moves only when it is exceeded by
-// more than SLACK (in log2), so p 2^P_EXPONENT <= 2^6; times an e4m3 scale it stays below the largest f16.
-constexpr float P_EXPONENT = 4.0f, SLACK = 2.0f;
-constexpr float CODE_UNIT = 16777216.0f;  // 2^24: what a code taken out at bit 0 is short of its value
 constexpr int MERGE_ROWS = 4;             // sequences that a block of the merging kernel serves
 
-// Every field has 8 bytes, so that callers in other languages can mirror it.
-struct Arguments {
-  const uint8_t* pages;  // [blocks, H, page bytes per head]
-  int64_t page_stride, page_head_stride;
-  const int32_t* block_table;  // [B, blocks per sequence]
-  int64_t table_stride;
-  const int32_t* lengths;  // [B], tokens of the past
-  const uint16_t *q, *k, *v;  // bf16 of the current token: q [B, Hq, D]; k, v [B, H, D]
-  int64_t q_stride, q_head_stride, k_stride, k_head_stride, v_stride, v_head_stride;
-  const __half *k_matrix, *v_matrix;  // [D, D] or [H, D, D], or null
-  int64_t k_matrix_stride, v_matrix_stride;
-  const float* means[4];  // of K, by kind: [D] or [H, D], or null
-  int64_t mean_stride;
-  float* partial;  // [B, Hq, splits, D]
-  float* lse;      // [B, Hq, splits], log2
-  void* out;       // [B, Hq, D], bf16 or f32
-  int64_t out_stride, out_head_stride, out_is_float;
-  int64_t batch, query_heads, kv_heads, splits;
-  int64_t k_planes[4], v_planes[4];  // offset of each kind's planes within a head's part of a page
-  double scale;
-};
-
-template <int I>
-struct Index {
-  constexpr __host__ __device__ operator int() const { return I; }
-};
-
-// body(0), body(1), ... body(N - 1), each with its index as a constant.
-template <int N, int I = 0, typename F>
-__device__ __forceinline__ void static_for(F&& body) {
-  if constexpr (I < N) {
-    body(Index<I>{});
-    static_for<N, I + 1>(body);
-  }
-}
-
-// ---------------------------------------------------------------- tiles: global memory to shared memory
-
-// Copy one plane of a tile, ROW bytes a token; SWIZZLE is 0 for none, 1 for K's codes, 2 for V's.
-template <int ROW, int SWIZZLE>
-__device__ __forceinline__ void copy_plane(uint8_t* target, const uint8_t* source, int lane) {
-#pragma unroll
-  for (int i = 0; i < ceil_div(ROW, LANES); ++i) {  // 16 tokens of ROW bytes are ROW chunks of 16 bytes
-    const int chunk = i * LANES + lane;
-    const int place = SWIZZLE == 1 ? swizzle_k(ROW, chunk) : SWIZZLE == 2 ? swizzle_v(ROW, chunk) : chunk;
-    if (chunk < ROW) copy_async(target + place * 16, source + chunk * 16);
-  }
-}
-
-// Copy a tile: subtile `sub` of the page of one head that begins at `page`.
-__device__ __forceinline__ void copy_tile(uint8_t* stage, const uint8_t* page, int sub, const Arguments& arg, int lane) {
-  static_for<KINDS>([&](auto index) {
-    constexpr int kind = index;
-    constexpr int codes = codes_row(kind), metadata = metadata_row(kind), half = 16;
-    const uint8_t *k = page + arg.k_planes[kind], *v = page + arg.v_planes[kind];
-    copy_plane<codes, 1>(stage + stage_codes(0, kind), k + sub * TILE_TOKENS * codes, lane);
-    copy_plane<codes, 2>(stage + stage_codes(1, kind), v + sub * TILE_TOKENS * codes, lane);
-    const int skipped = PAGE_TOKENS * codes + sub * TILE_TOKENS * metadata;
-    if constexpr (metadata <= half) {  // K's and V's at once, by half a warp each
-      const int chunk = lane % half;
-      const uint8_t* source = (lane < half ? k : v) + skipped + chunk * 16;
-      const int place = lane < half ? stage_metadata(0, kind) : stage_metadata(1, kind);
-      if (chunk < metadata) copy_async(stage + place + chunk * 16, source);
-    } else {
-      copy_plane<metadata, 0>(stage + stage_metadata(0, kind), k + skipped, lane);
-      copy_plane<metadata, 0>(stage + stage_metadata(1, kind), v + skipped, lane);
-    }
-    if constexpr (alpha_row(kind) > 0) {
-      const uint8_t* source = (lane < 2 ? k : v) + PAGE_TOKENS * (codes + metadata) + (sub * 2 + lane % 2) * 16;
-      if (lane < 4) copy_async(stage + stage_alpha(0, kind) + lane * 16, source);
-    }
-  });
-}
-
-// The tiles of one warp, their pages looked up 32 at a time and far ahead of their use.
-struct TileStream {
-  const Arguments& arg;
-  const int32_t* table;
-  const uint8_t* pages;  // of this head
-  uint8_t* stages;
-  int lane, first, count, issued = 0;
-  int32_t blocks, next_blocks;
-
-  __device__ __forceinline__ TileStream(const Arguments& arg, const int32_t* table, const uint8_t* pages,
-                                        uint8_t* stages, int lane, int first, int count)
-      : arg(arg), table(table), pages(pages), stages(stages), lane(lane), first(first), count(count) {
-    blocks = look_up(lane);
-    next_blocks = look_up(LANES + lane);
-  }
-
-  __device__ __forceinline__ int32_t look_up(int i) const {
-    return i < count ? table[(first + i * WARPS) / SUBTILES] : 0;
-  }
-
-  // Start copying the next tile into `stage`, or nothing when there is none; either way one group of copies.
-  __device__ __forceinline__ void issue(int stage) {
-    if (issued < count) {
-      const int64_t block = from_lane(blocks, issued % LANES);
-      const int sub = SUBTILES == 1 ? 0 : (first + issued * WARPS) % SUBTILES;
-      copy_tile(stages + stage * STAGE_BYTES, pages + block * arg.page_stride, sub, arg, lane);
-      if (++issued % LANES == 0) {
-        blocks = next_blocks;
-        next_blocks = look_up(issued + LANES + lane);
-      }
-    }
-    commit_copies();
-  }
-};
-
-// Zero metadata and coefficients of tokens from `valid` on: what lies there may be anything, and 0 * NaN is NaN.
-__device__ __forceinline__ void clear_tail(uint8_t* stage, int valid, int lane) {
-  static_for<2 * KINDS>([&](auto index) {
-    constexpr int plane = index;
-    constexpr int kv = plane % 2, kind = plane / 2, row = metadata_row(kind);
-    for (int i = valid * row / 2 + lane; i < TILE_TOKENS * row / 2; i += LANES) {
-      reinterpret_cast<uint16_t*>(stage + stage_metadata(kv, kind))[i] = 0;
-    }
-    if constexpr (alpha_row(kind) > 0) {
-      if (lane >= valid && lane < TILE_TOKENS) reinterpret_cast<uint16_t*>(stage + stage_alpha(kv, kind))[lane] = 0;
-    }
-  });
-  sync_warp();
-}
-
-// ---------------------------------------------------------------- codes, metadata, weights from a stage
-
-template <int WORDS>
-__device__ __forceinline__ void load_words(const uint8_t* source, uint32_t* words) {
-  if constexpr (WORDS == 4) {
-    const uint4 x = *reinterpret_cast<const uint4*>(source);
-    words[0] = x.x, words[1] = x.y, words[2] = x.z, words[3] = x.w;
-  } else if constexpr (WORDS == 2) {
-    const uint2 x = *reinterpret_cast<const uint2*>(source);
-    words[0] = x.x, words[1] = x.y;
-  } else {
-    words[0] = *reinterpret_cast<const uint32_t*>(source);
-  }
-}
-
-template <int BITS>
-__device__ __forceinline__ uint32_t pick_codes(uint32_t word, int pick) {
-  return (word >> pick_shift(BITS, pick)) & pick_mask(BITS, pick);
-}
-
-// A lane's codes of block `block` of a token of K.
-template <int KIND, int BLOCK_INDEX>
-__device__ __forceinline__ void load_k(const uint8_t* plane, int token, int t, uint32_t* words) {
-  constexpr int bits = bits_of(KIND), row = codes_row(KIND), bytes = k_part_bytes(bits, BLOCK_INDEX);
-  const int offset = token * row + k_part(bits, t, BLOCK_INDEX);
-  const uint8_t* source = plane + swizzle_k(row, offset / 16) * 16 + offset % 16;
-  if constexpr (bytes >= 4) {
-    load_words<bytes / 4>(source, words);
-  } else {  // 8 codes: the second byte becomes the upper half
-    words[0] = permute_bytes(*reinterpret_cast<const uint16_t*>(source), 0, 0x4140);
-  }
-}
-
-// A lane's codes of block `block` of a token pair of V.
-template <int KIND, int BLOCK_INDEX>
-__device__ __forceinline__ void load_v(const uint8_t* plane, int pair, int g, uint32_t* words) {
-  constexpr int bits = bits_of(KIND), row = codes_row(KIND);
-  const int offset = pair * 2 * row + v_part(bits, g, BLOCK_INDEX);
-  load_words<v_part_words(bits, BLOCK_INDEX)>(plane + swizzle_v(row, offset / 16) * 16 + offset % 16, words);
-  if constexpr (v_part_is_half(bits, BLOCK_INDEX)) words[0] >>= v_part_shift(bits, g);
-}
-
-// Coefficients of tokens 2 pair and 2 pair + 1, multiplied on to w: the weight of `kind` is that of all later kinds.
-__device__ __forceinline__ void weigh(const uint8_t* stage, int kv, int kind, int pair, float (&w)[2]) {
-  w[0] = w[1] = 1.0f;
-  static_for<KINDS>([&](auto index) {
-    constexpr int later = index;
-    if constexpr (alpha_row(later) > 0) {
-      const uint32_t both = *reinterpret_cast<const uint32_t*>(stage + stage_alpha(kv, later) + pair * 4);
-      w[0] *= kind < later ? bits_to_float(both << 16) : 1.0f;
-      w[1] *= kind < later ? bits_to_float(both & 0xffff0000u) : 1.0f;
-    }
-  });
-}
-
-// Where the metadata of a column begins (token 0): `column` of column tile `tile` of kinds 2 pair and 2 pair + 1.
-__device__ __forceinline__ int metadata_place(int kv, int pair, int tile, int column) {
-  int place = 0;
-  static_for<2>([&](auto index) {
-    constexpr int which = index;
-    const int kind = 2 * pair + which, group = tile * (COLUMN_TILE / group_of(kind)) + column % SLOTS;
-    if (kind < KINDS && column / SLOTS == which) place = stage_metadata(kv, kind) + 2 * group;
-  });
-  return place;
-}
-
-// Bytes from a token's metadata to the next one's.
-__device__ __forceinline__ int metadata_stride(int pair, int column) {
-  const int kind = 2 * pair + column / SLOTS;
-  return kind < KINDS ? metadata_row(kind) : 0;
-}
-
-// Whether a column stands for a group at all.
-__device__ __forceinline__ bool column_used(int pair, int tile, int column) {
-  const int kind = 2 * pair + column / SLOTS, size = kind == 0 ? FIRST_GROUP : OTHER_GROUP;
-  return kind < KINDS && column % SLOTS < COLUMN_TILE / size &&
-         tile * COLUMN_TILE + column % SLOTS * size < HEAD_DIM;
-}
-
-constexpr __host__ __device__ bool every_column_used() {
-  return HEAD_DIM % COLUMN_TILE == 0 && KINDS % 2 == (SLOTS == 8) && COLUMN_TILE == SLOTS * FIRST_GROUP &&
-         (KINDS == 1 || COLUMN_TILE == SLOTS * OTHER_GROUP);
-}
-
-// Scale and offset of a group as 16 bits; zero, which is harmless, for a column that stands for none.
-__device__ __forceinline__ uint32_t load_metadata(const uint8_t* source, bool used) {
-  const uint32_t bytes = *reinterpret_cast<const uint16_t*>(source);
-  return every_column_used() || used ? bytes : 0;
-}
-
 // ---------------------------------------------------------------- the query
-
-// A lane's share of the query: B operands of K's products, and per column it sees in their results the sums of q.
-struct Query {
-  uint32_t b[PAIRS][K_PAIRS];
-  float sum[PAIRS][COLUMN_TILES][2];  // columns 2t, 2t + 1; over CODE_UNIT
-  float mean[PAIRS];                  // q.mu of the lane's kind, over CODE_UNIT, in one lane of the four
-  float factor;                       // from sums to log2 of a softmax weight
-};
 
 // Rotate the queries of this block into `rotated` [QUERY_HEADS, D].
 __device__ void rotate_queries(const Arguments& arg, int row, int head, int kv_head, float* scratch, float* rotated) {
@@ -312,18 +85,6 @@ __device__ void rotate_queries(const Arguments& arg, int row, int head, int kv_h
     rotated[i] = total;
   }
   sync_block();
-}
-
-__device__ __forceinline__ float sum_over_warp(float x) {
-#pragma unroll
-  for (int mask = 16; mask > 0; mask /= 2) x += from_neighbour(x, mask);
-  return x;
-}
-
-__device__ __forceinline__ float max_over_warp(float x) {
-#pragma unroll
-  for (int mask = 16; mask > 0; mask /= 2) x = fmaxf(x, from_neighbour(x, mask));
-  return x;
 }
 
 // The power of two that brings the largest |z| near 2^9, where f16 keeps all bits of everything that matters.
@@ -384,195 +145,6 @@ __device__ void prepare_query(const Arguments& arg, const float* z, int kv_head,
           if (t == which * SLOTS / 2) query.mean[pair] = dot;
         }
       }
-    });
-  });
-}
-
-// ---------------------------------------------------------------- one tile
-
-// Softmax and sums of a warp over its tiles, for one query head.
-struct Running {
-  float out[PAIRS][ROW_TILES][4] = {};
-  float offsets[PAIRS][COLUMN_TILES][4] = {};
-  float maximum = -INFINITY, total = 0.0f;  // of the lane's own tokens
-};
-
-// log2 weights of tokens 2g and 2g + 1 of the tile, for every query head.
-__device__ __forceinline__ void score_tile(const uint8_t* stage, const Query (&query)[QUERY_HEADS], int lane,
-                                           float (&scores)[QUERY_HEADS][2]) {
-  const int g = lane / 4, t = lane % 4;
-  static_for<PAIRS>([&](auto index) {
-    constexpr int pair = index;
-    constexpr bool two = 2 * pair + 1 < KINDS;
-    const int kind = 2 * pair + 2 * t / SLOTS, stride = metadata_stride(pair, 2 * t);
-    float sums[QUERY_HEADS][2];
-#pragma unroll
-    for (int h = 0; h < QUERY_HEADS; ++h) sums[h][0] = sums[h][1] = query[h].mean[pair];
-    static_for<COLUMN_TILES>([&](auto index) {
-      constexpr int tile = index;
-      float products[2][QUERY_HEADS][4] = {};
-      static_for<two ? 2 : 1>([&](auto index) {
-        constexpr int which = index;
-        constexpr int source = 2 * pair + which, bits = bits_of(source);
-        const uint8_t* plane = stage + stage_codes(0, source);
-        static_for<BLOCKS>([&](auto index) {
-          constexpr int block = index;
-          if constexpr (block * BLOCK / COLUMN_TILE == tile) {
-            uint32_t even[4], odd[4];
-            load_k<source, block>(plane, 2 * g, t, even);
-            load_k<source, block>(plane, 2 * g + 1, t, odd);
-            static_for<block_width(block) / 16>([&](auto index) {
-              constexpr int step = index;
-              constexpr int p = block * (BLOCK / 8) + 2 * step, w0 = k_word(bits, p), w1 = k_word(bits, p + 1);
-              const uint32_t a[4] = {
-                  pick_codes<bits>(even[w0], k_pick(bits, p)), pick_codes<bits>(odd[w0], k_pick(bits, p)),
-                  pick_codes<bits>(even[w1], k_pick(bits, p + 1)), pick_codes<bits>(odd[w1], k_pick(bits, p + 1))};
-#pragma unroll
-              for (int h = 0; h < QUERY_HEADS; ++h) {
-                mma(products[which][h], a, query[h].b[pair][p], query[h].b[pair][p + 1]);
-              }
-            });
-          }
-        });
-      });
-      float scale[2][2], offset[2][2];  // token, column
-#pragma unroll
-      for (int token = 0; token < 2; ++token) {
-#pragma unroll
-        for (int c = 0; c < 2; ++c) {
-          const int column = 2 * t + c;
-          const uint8_t* source = stage + metadata_place(0, pair, tile, 2 * t) + 2 * c + (2 * g + token) * stride;
-          const uint32_t both = fp8_pair_to_half2(load_metadata(source, column_used(pair, tile, column)));
-          scale[token][c] = low_half(both), offset[token][c] = high_half(both);
-        }
-      }
-#pragma unroll
-      for (int h = 0; h < QUERY_HEADS; ++h) {
-#pragma unroll
-        for (int token = 0; token < 2; ++token) {
-#pragma unroll
-          for (int c = 0; c < 2; ++c) {
-            const int i = 2 * token + c;
-            const float product = two && 2 * t / SLOTS == 1 ? products[1][h][i] : products[0][h][i];
-            sums[h][token] += scale[token][c] * product + offset[token][c] * query[h].sum[pair][tile][c];
-          }
-        }
-      }
-    });
-    float w[2];
-    weigh(stage, 0, kind, g, w);
-#pragma unroll
-    for (int h = 0; h < QUERY_HEADS; ++h) {
-#pragma unroll
-      for (int token = 0; token < 2; ++token) {
-        scores[h][token] = (pair == 0 ? 0.0f : scores[h][token]) + w[token] * sums[h][token];
-      }
-    }
-  });
-#pragma unroll
-  for (int h = 0; h < QUERY_HEADS; ++h) {
-#pragma unroll
-    for (int token = 0; token < 2; ++token) {
-      float x = scores[h][token];
-      x += from_neighbour(x, 1);
-      x += from_neighbour(x, 2);
-      scores[h][token] = x * query[h].factor;
-    }
-  }
-}
-
-// Turn scores into p 2^P_EXPONENT, after moving the running maximum where they exceed it.
-__device__ __forceinline__ void softmax_tile(float (&scores)[2], Running& run) {
-  const float largest = fmaxf(scores[0], scores[1]);
-  if (any_lane(largest > run.maximum + SLACK)) {
-    const float maximum = fmaxf(run.maximum, max_over_warp(largest));
-    const float shrink = exp2_fast(run.maximum - maximum);
-    run.maximum = maximum;
-    run.total *= shrink;
-    static_for<PAIRS>([&](auto index) {
-      constexpr int pair = index;
-      static_for<ROW_TILES * 4>([&](auto index) {
-        constexpr int i = index;
-         run.out[pair][i / 4][i % 4] *= shrink; });
-      static_for<COLUMN_TILES * 4>([&](auto index) {
-        constexpr int i = index;
-         run.offsets[pair][i / 4][i % 4] *= shrink; });
-    });
-  }
-#pragma unroll
-  for (int token = 0; token < 2; ++token) {
-    scores[token] = exp2_fast(scores[token] - run.maximum + P_EXPONENT);
-    run.total += scores[token];
-  }
-}
-
-// Add the tile's values, weighted by p.
-__device__ __forceinline__ void add_values(const uint8_t* stage, const float (&p)[QUERY_HEADS][2], int lane,
-                                           Running (&run)[QUERY_HEADS]) {
-  const int g = lane / 4, t = lane % 4;
-  float w[2];
-  weigh(stage, 1, t, g, w);
-  uint32_t weighted[QUERY_HEADS];  // of token pair g for kind t, from where other lanes fetch it
-#pragma unroll
-  for (int h = 0; h < QUERY_HEADS; ++h) weighted[h] = pack_half2(p[h][0] * w[0], p[h][1] * w[1]);
-  static_for<PAIRS>([&](auto index) {
-    constexpr int pair = index;
-    const int which_column = g / SLOTS, kind = smaller(2 * pair + which_column, KINDS - 1);
-    uint32_t weight[QUERY_HEADS][2];
-#pragma unroll
-    for (int h = 0; h < QUERY_HEADS; ++h) {
-      weight[h][0] = from_lane(weighted[h], 4 * t + kind);
-      weight[h][1] = from_lane(weighted[h], 4 * (t + 4) + kind);
-    }
-    static_for<COLUMN_TILES>([&](auto index) {
-      constexpr int tile = index;
-      const uint8_t* metadata = stage + metadata_place(1, pair, tile, g);
-      const int stride = metadata_stride(pair, g);
-      const bool used = column_used(pair, tile, g);
-      uint32_t scaled[QUERY_HEADS][2], shifted[QUERY_HEADS][2];
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const int token = 2 * t + 8 * half;
-        const uint32_t even = load_metadata(metadata + token * stride, used);
-        const uint32_t odd = load_metadata(metadata + (token + 1) * stride, used);
-        const uint32_t scales = fp8_pair_to_half2(permute_bytes(even, odd, 0x0040));
-        const uint32_t offsets = fp8_pair_to_half2(permute_bytes(even, odd, 0x0051));
-#pragma unroll
-        for (int h = 0; h < QUERY_HEADS; ++h) {
-          scaled[h][half] = multiply_half2(weight[h][half], scales);
-          shifted[h][half] = multiply_half2(weight[h][half], offsets);
-        }
-      }
-      const uint32_t ones[4] = {0x3c003c00u, 0x3c003c00u, 0x3c003c00u, 0x3c003c00u};
-#pragma unroll
-      for (int h = 0; h < QUERY_HEADS; ++h) mma(run[h].offsets[pair][tile], ones, shifted[h][0], shifted[h][1]);
-      static_for<2>([&](auto index) {
-        constexpr int which = index;
-        constexpr int source = 2 * pair + which, bits = bits_of(source);
-        if constexpr (source < KINDS) {
-          const uint8_t* plane = stage + stage_codes(1, source);
-          static_for<BLOCKS>([&](auto index) {
-            constexpr int block = index;
-            if constexpr (block * BLOCK / COLUMN_TILE == tile) {
-              uint32_t first[4], second[4];
-              load_v<source, block>(plane, t, g, first);
-              load_v<source, block>(plane, t + 4, g, second);
-              static_for<block_width(block) / 16>([&](auto index) {
-                constexpr int i = index;
-                constexpr int row_tile = block * (BLOCK / 16) + i, word = v_word(bits, row_tile);
-                constexpr int low = v_pick(bits, row_tile, 0), high = v_pick(bits, row_tile, 1);
-                const uint32_t a[4] = {pick_codes<bits>(first[word], low), pick_codes<bits>(first[word], high),
-                                       pick_codes<bits>(second[word], low), pick_codes<bits>(second[word], high)};
-#pragma unroll
-                for (int h = 0; h < QUERY_HEADS; ++h) {
-                  const bool mine = which_column == which;
-                  mma(run[h].out[pair][row_tile], a, mine ? scaled[h][0] : 0, mine ? scaled[h][1] : 0);
-                }
-              });
-            }
-          });
-        }
-      });
     });
   });
 }
@@ -664,6 +236,7 @@ __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) decode_attention_kerne
 #pragma unroll
   for (int h = 0; h < QUERY_HEADS; ++h) prepare_query(arg, rotated + h * HEAD_DIM, kv_head, lane, query[h]);
 
+  const ReadPlaces places(lane / 4, lane % 4);
   Running run[QUERY_HEADS];
   int stage = 0;
   for (int i = 0; i < count; ++i) {
@@ -674,7 +247,7 @@ __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) decode_attention_kerne
     const int valid = length - (begin + warp + i * WARPS) * TILE_TOKENS;
     if (valid < TILE_TOKENS) clear_tail(tile, valid, lane);
     float scores[QUERY_HEADS][2];
-    score_tile(tile, query, lane, scores);
+    score_tile(tile, places, query, lane, scores);
 #pragma unroll
     for (int h = 0; h < QUERY_HEADS; ++h) {
       if (valid < TILE_TOKENS) {
@@ -683,7 +256,7 @@ __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) decode_attention_kerne
       }
       softmax_tile(scores[h], run[h]);
     }
-    add_values(tile, scores, lane, run);
+    add_values(tile, places, scores, lane, run);
     stage = stage == STAGES - 1 ? 0 : stage + 1;
   }
   write_split(arg, run, scratch, row, head, split);

@@ -130,13 +130,10 @@ constexpr __host__ __device__ int codes_row(int kind) { return HEAD_DIM * bits_o
 constexpr __host__ __device__ int metadata_row(int kind) { return 2 * HEAD_DIM / group_of(kind); }
 constexpr __host__ __device__ int alpha_row(int kind) { return HAS_ALPHA && kind > 0 ? 2 : 0; }
 
-constexpr __host__ __device__ int swizzle_k(int row, int chunk) {
-  const int line = chunk / 8;
-  return row == 64 ? chunk ^ (line & 1) << 2 : row == 32 ? chunk ^ (line & 1) << 1 : chunk;
-}
-constexpr __host__ __device__ int swizzle_v(int row, int chunk) {
-  const int line = chunk / 8;
-  return row == 64 ? chunk ^ (line & 3) << 1 : row == 32 ? chunk ^ (line & 1) << 1 : chunk;
+constexpr __host__ __device__ bool swizzled(int row) { return HEAD_DIM == 128 && (row == 64 || row == 32); }
+// Place of a chunk of a code plane: among the 8 of its 128-byte line, by the line's number modulo 4.
+constexpr __host__ __device__ int swizzle(int row, int chunk) {
+  return swizzled(row) ? chunk ^ (chunk >> 3 & 1) * 6 ^ (chunk >> 3 & 2) : chunk;
 }
 
 // Offsets within a stage; kv is 0 for K and 1 for V.
@@ -157,3 +154,10 @@ constexpr __host__ __device__ int stage_alpha(int kv, int kind) {
 }
 constexpr int STAGE_BYTES = STAGE_ALPHA + (HAS_ALPHA ? (KINDS - 1) * 4 * TILE_TOKENS : 0);
 static_assert(STAGE_BYTES % 16 == 0, "stages must keep the alignment of their planes");
+
+// A column's scale and offset of two neighbouring groups can be read as one word.
+constexpr bool WIDE_METADATA = metadata_row(0) % 4 == 0 && COLUMN_TILE / group_of(0) % 2 == 0 &&
+                               metadata_row(KINDS - 1) % 4 == 0 && COLUMN_TILE / group_of(KINDS - 1) % 2 == 0;
+// No column stands idle.
+constexpr bool EVERY_COLUMN = HEAD_DIM % COLUMN_TILE == 0 && KINDS % 2 == (SLOTS == 8) &&
+                              COLUMN_TILE == SLOTS * group_of(0) && COLUMN_TILE == SLOTS * group_of(KINDS - 1);

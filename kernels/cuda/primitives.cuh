@@ -57,6 +57,10 @@ __device__ __forceinline__ T from_neighbour(T value, int mask) {
   return __shfl_xor_sync(ALL_LANES, value, mask);
 }
 
+// The same value, which the compiler takes for a new one: it then stays in a register and is not computed again and
+// again inside a loop.
+__device__ __forceinline__ int pin(int value) { return __shfl_sync(ALL_LANES, value, threadIdx.x % 32); }
+
 // Byte i of the result is byte (selector >> 4i) & 7 of {low, high}.
 __device__ __forceinline__ uint32_t permute_bytes(uint32_t low, uint32_t high, uint32_t selector) {
   return __byte_perm(low, high, selector);

@@ -97,6 +97,8 @@ T from_neighbour(T value, int mask) {
   return from_lane(value, (current % 32) ^ mask);
 }
 
+inline int pin(int value) { return value; }
+
 inline bool any_lane(bool value) {
   self().sent[0] = value;
   return exchange([&](Fiber* warp) {
