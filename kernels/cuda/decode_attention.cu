@@ -32,7 +32,7 @@
 
 constexpr int ACCUMULATORS = QUERY_HEADS * PAIRS * ROW_TILES * 4;
 constexpr int BLOCKS_PER_SM = ACCUMULATORS <= 32 ? 4 : 2;
-constexpr int STAGE_BUDGET = (BLOCKS_PER_SM == 4 ? 50 : 100) * 1024 / WARPS;
+constexpr int STAGE_BUDGET = (BLOCKS_PER_SM == 4 ? 50 : 88) * 1024 / WARPS;
 constexpr int STAGES = STAGE_BUDGET / STAGE_BYTES < 2 ? 2 : smaller(STAGE_BUDGET / STAGE_BYTES, 4);
 constexpr int COLUMN_THREADS = HEAD_DIM / 8, ROW_SETS = THREADS / COLUMN_THREADS;  // of the query's rotation
 constexpr int SCRATCH_FLOATS = QUERY_HEADS * HEAD_DIM * (ROW_SETS + 1);

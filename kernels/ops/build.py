@@ -1,8 +1,8 @@
 """CUDA kernels compiled ahead of time by plain nvcc and loaded by ctypes: ``python -m residualquant.kernels.build``.
 
-A *variant* is one set of compile-time choices (head size, bits, group sizes, ...) and becomes one shared library with a C
-interface, so neither torch's ABI nor its extension builder is involved and a build takes seconds. Libraries are kept
-under ``build/kernels`` by a hash of the sources, the flags and the compiler; what is missing is compiled on first use.
+A *variant* is one set of compile-time choices (head size, bits, group sizes, ...) and becomes one shared library with
+a C interface, so neither torch's ABI nor its extension builder is involved and a build takes seconds. Libraries lie in
+``build/kernels`` under a hash of the sources, the flags and the compiler; what is missing is compiled on first use.
 """
 
 from __future__ import annotations

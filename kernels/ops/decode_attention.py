@@ -5,7 +5,7 @@
     score_t = (q U_K) . Zhat_K,t       out = softmax-weighted sum of Zhat_V,t, U_V^T applied once, merged with the
                                              current token by log-sum-exp
 
-Bytes read of one past token and KV head, K and V together (the planes of ``residualquant.layout.PageLayout``; codes b D/8,
+Bytes read of one past token and KV head, K and V together (planes of ``residualquant.layout.PageLayout``: codes b D/8,
 metadata 2 D/g, alpha 2 bytes per stored loop), for one of the loops of Ouro-1.4B at INT2/4 g=32, D = 128:
 
     loop              stored loops read        bytes               BF16
@@ -242,7 +242,9 @@ def decode_attention(
     return out
 
 
-def merge_splits(q: Tensor, k: Tensor, v: Tensor, scratch: Workspace, v_matrix: Tensor | None, scale: float, out) -> None:
+def merge_splits(
+    q: Tensor, k: Tensor, v: Tensor, scratch: Workspace, v_matrix: Tensor | None, scale: float, out
+) -> None:
     """Combine the splits with the current token by log-sum-exp and rotate the past's part back once, into ``out``."""
     batch, query_heads, _ = q.shape
     per_head = query_heads // k.shape[1]

@@ -6,7 +6,6 @@ right on every layout, and several times slower.
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
