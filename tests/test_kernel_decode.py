@@ -166,12 +166,12 @@ CASES = {  # head_dim, configuration, loop, what else
     "anchor": (128, {}, 3, {}),
     "g16": (128, {"group_size": 16}, 0, {}),
     "g64, two query heads": (128, {"bits": (2, 4), "group_size": 64}, 0, {"queries_per_head": 2}),
-    "D=96, large pages": (96, {"bits": (2, 4)}, 0, {"page_tokens": 32, "groups": 2, "group": 1}),
+    "D=96, large pages": (96, {"bits": (2, 4)}, 0, {"heads": 2, "page_tokens": 32, "groups": 2, "group": 1}),
     "D=96 g16": (96, {"bits": (2, 4), "group_size": 16}, 0, {}),
-    "D=256 g16": (256, {"bits": (2, 4), "group_size": 16}, 0, {"heads": 1}),
+    "D=256 g16": (256, {"bits": (2, 4), "group_size": 16}, 0, {}),
     "D=64 descending, unit": (64, {"bits": (4, 2), "group_size": 64, "coefficient": "unit"}, 0, {}),
     "previous": (64, {"bits": (4, 2, 2), "reference": "previous"}, 2, {"queries_per_head": 3}),
-    "next": (128, {"reference": "next"}, 0, {"heads": 1}),
+    "next": (128, {"reference": "next"}, 0, {}),
     "direct g16": (128, {"bits": (2, 4), "group_size": 16, "reference": "direct"}, 0, {}),
 }
 
@@ -212,7 +212,7 @@ def run_on_cpu(cpu_library, problem, loop, splits, late):
 def test_cuda_source_on_cpu(cpu_library, name):
     head_dim, changes, loop, more = CASES[name]
     cfg = KVQuantConfig(**{"rotation": "none" if "D=64" in name else "optr_h", **changes})
-    problem = Problem(cfg, head_dim, [0, 1, 90], **more)
+    problem = Problem(cfg, head_dim, [0, 1, 90], **{"heads": 1, **more})
     reference = problem.reference(loop)
     for splits, late in ((1, True), (3, False)):
         out = run_on_cpu(cpu_library, problem, loop, splits, late)
