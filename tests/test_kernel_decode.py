@@ -2,6 +2,7 @@
 in its interpreter, and on a GPU the real thing."""
 
 import ctypes
+import dataclasses
 import itertools
 import os
 import re
@@ -15,6 +16,7 @@ import torch
 
 from residualquant import encode
 from residualquant.attention import attend_past_and_step
+from residualquant.bench import kernels as bench
 from residualquant.config import KVQuantConfig, preset
 from residualquant.errors import ResidualQuantError
 from residualquant.kernels.build import (
@@ -27,6 +29,7 @@ from residualquant.kernels.build import (
     variant_for,
 )
 from residualquant.kernels.decode_attention import (
+    Past,
     choose_splits,
     decode_attention,
     decode_attention_cost,
@@ -86,12 +89,13 @@ class Problem:
             if (tensor := getattr(self, name)) is not None:
                 setattr(self, name, tensor.to(device))
 
-    def operands(self, loop):
-        return self.q, self.k, self.v, self.pages, self.layout, self.block_table, self.lengths, loop
-
     @property
-    def rotation(self):
-        return self.k_matrix, self.v_matrix, self.k_means
+    def paged(self):
+        rotation = self.k_matrix, self.v_matrix, self.k_means
+        return Past(self.pages, self.layout, self.block_table, self.lengths, *rotation, self.group)
+
+    def operands(self, loop):
+        return self.q, self.k, self.v, self.paged, loop
 
     def scratch(self, splits):
         shape = (*self.q.shape[:2], self.k.shape[1], self.layout.head_dim)
@@ -100,12 +104,11 @@ class Problem:
         return made
 
     def reference(self, loop):
-        return decode_attention_reference(*self.operands(loop), *self.rotation, group=self.group)
+        return decode_attention_reference(*self.operands(loop))
 
     def run(self, loop, splits=None, **options):
         out = torch.full(self.q.shape, torch.nan, device=self.q.device)
-        options = {"out": out, "group": self.group, **options}
-        return decode_attention(*self.operands(loop), self.scratch(splits), *self.rotation, **options)
+        return decode_attention(*self.operands(loop), self.scratch(splits), **{"out": out, **options})
 
 
 def _orthogonal(heads, dim, draw):
@@ -203,8 +206,8 @@ def run_on_cpu(cpu_library, problem, loop, splits, late):
     library = cpu_library(variant)
     library.set_copies_land_late(late)
     out, scratch = torch.full(problem.q.shape, torch.nan), problem.scratch(splits)
-    options = dict(group=problem.group, scale=problem.layout.head_dim**-0.5, out=out)
-    launch(library, fill_arguments(*problem.operands(loop), scratch, *problem.rotation, **options), 0)
+    scale = problem.layout.head_dim**-0.5
+    launch(library, fill_arguments(*problem.operands(loop), scratch, scale, out), 0)
     return out
 
 
@@ -227,7 +230,7 @@ def test_many_tiles_on_cpu(cpu_library):
     out = torch.empty_like(problem.q)
     scratch = problem.scratch(1)
     library = cpu_library(variant_for(problem.layout, 0))
-    launch(library, fill_arguments(*problem.operands(0), scratch, *problem.rotation, group=0, scale=0.125, out=out), 0)
+    launch(library, fill_arguments(*problem.operands(0), scratch, 0.125, out), 0)
     reference = problem.reference(0)
     assert worst_error(out, reference.bfloat16()) < 2 * TOLERANCE
 
@@ -284,9 +287,10 @@ BAD = {
 @pytest.mark.parametrize("name", BAD)
 def test_bad_input_is_named(name):
     problem = Problem(preset("INT2/4 g=32"), 64, [3, 20])
-    changes, message = BAD[name]
-    names = ("q", "k", "v", "pages", "layout", "block_table", "lengths", "loop")
-    arguments = {**dict(zip(names, problem.operands(0))), "scratch": problem.scratch(1), **changes}
+    changes, message = dict(BAD[name][0]), BAD[name][1]
+    arguments = {**dict(zip(("q", "k", "v", "past", "loop"), problem.operands(0))), "scratch": problem.scratch(1)}
+    of_past = {name: changes.pop(name) for name in list(changes) if hasattr(arguments["past"], name)}
+    arguments |= {"past": dataclasses.replace(arguments["past"], **of_past), **changes}
     with pytest.raises(ValueError, match=message):
         decode_attention(**arguments)
 
@@ -386,7 +390,7 @@ def test_graph_replay_is_eager_and_repeats_on_gpu(prefer):
 
     def step():
         for loop in range(4):
-            decode_attention(*problem.operands(loop), scratch, *problem.rotation, out=out, prefer=prefer)
+            decode_attention(*problem.operands(loop), scratch, out=out, prefer=prefer)
 
     step()
     eager = out.clone()
@@ -407,3 +411,21 @@ def test_triton_on_gpu(name):
     problem = Problem(cfg, head_dim, LENGTHS, queries_per_head=3, device="cuda")
     for loop in (0, cfg.loops - 1):
         assert worst_error(problem.run(loop, 3, prefer="triton"), problem.reference(loop)) < TOLERANCE
+
+
+# ------------------------------------------------------------------------------------------------------- the benchmark
+
+
+def test_benchmark_needs_a_gpu_and_writes_what_it_measured(tmp_path, monkeypatch):
+    monkeypatch.setenv("RESIDUALQUANT_HOME", str(tmp_path))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ResidualQuantError, match="no GPU"):
+        bench.run(quick=True, prefer="cuda", models=["Ouro-1.4B"])
+    values = {field.name: 1.0 for field in dataclasses.fields(bench.Timing)}
+    rows = [
+        bench.Timing(**{**values, "model": model, "operation": operation, "read_bytes": 10**9})
+        for model in bench.MODELS
+        for operation in bench.LOOPS
+    ]
+    assert bench.write_csv(rows).read_text().count("\n") == 1 + len(rows)
+    assert [path.name for path in bench.draw_roofline(rows)] == ["kernels.png", "kernels.pdf"]

@@ -18,9 +18,9 @@
 //   residual loop     228     512     40.7            3.15
 //   anchor loop       144     256     32.2            3.98
 //
-// Warp instructions for a tile of 16 tokens of a residual loop, counted from the source: 152 to take codes apart, 33
-// matrix products, 37 shared-memory loads, 30 for metadata and sums of the scores, 30 softmax, 40 weights of V, 35
-// copies and their addresses: about 360, or 1.4 a code; 806 fit at the roofline, so the limit should be memory.
+// Warp instructions for a tile of 16 tokens of a residual loop, from the SASS: 160 to take codes apart, 33 matrix
+// products, 18 loads from shared memory, 73 copies and their addresses, 130 metadata, weights and softmax: 417, or 1.6 a
+// code; 806 fit at the roofline. 230 are on the integer pipe: 115 of the 200 clocks a tile has there.
 // Stage 3,648 bytes, 3 stages for each of 4 warps: 47 KiB a block with scratch, 4 blocks a multiprocessor at no more
 // than 128 registers: 16 warps with 2 tiles each on the way, 114 KiB in flight where 26-35 KiB cover the latency.
 // Prediction: 85 % of the copy bandwidth for both loops at 16k tokens and batch >= 8.

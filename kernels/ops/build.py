@@ -83,7 +83,8 @@ def variant_for(layout: PageLayout, loop: int, queries_per_head: int = 1) -> Var
         return f"at most {MOST_KINDS} stored loops can be read at once, got {len(kinds)} for loop {loop}"
     ((other_bits, other_group),) = precisions
     has_alpha = int(bool(others) and cfg.coefficient != "unit")
-    query_heads = 2 if queries_per_head % 2 == 0 else 1
+    room = layout.head_dim <= 128 and len(kinds) <= 2  # in registers, for the sums of two query heads
+    query_heads = 2 if room and queries_per_head % 2 == 0 else 1
     codes = (cfg.bits[first], cfg.group_sizes[first], other_bits, other_group)
     return Variant(layout.head_dim, layout.page_tokens, len(kinds), *codes, has_alpha, query_heads)
 

@@ -44,6 +44,31 @@ LOG2_E = math.log2(math.e)
 
 
 @dataclass(frozen=True, eq=False)
+class Past:
+    """The packed past of one layer and loop group, for a batch of sequences.
+
+    Attributes:
+        pages: uint8 [blocks, H, page_bytes_per_head].
+        layout: of the pages; bits 2 and 4 by CUDA, 0, 1, 2, 4, 8 by Triton; rounding "fp32".
+        block_table: int32 [B, M]; entry i of a row is the page of tokens i S to (i+1) S - 1. Entries past the end of a
+            sequence are not used.
+        lengths: int32 [B], tokens of the past, the current one not among them; 0 is allowed.
+        k_matrix, v_matrix: rotations, [H, D, D] or [D, D] fp16, or None.
+        k_means: [L, H, D] fp32 (OptR-H), or None.
+        group: which loop group of the layer.
+    """
+
+    pages: Tensor
+    layout: PageLayout
+    block_table: Tensor
+    lengths: Tensor
+    k_matrix: Tensor | None = None
+    v_matrix: Tensor | None = None
+    k_means: Tensor | None = None
+    group: int = 0
+
+
+@dataclass(frozen=True, eq=False)
 class Workspace:
     """Scratch of the op, allocated once and fixed in address and number of splits, as CUDA graphs need.
 
@@ -112,44 +137,29 @@ def decode_attention_cost(
 
 
 def decode_attention_reference(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    pages: Tensor,
-    layout: PageLayout,
-    block_table: Tensor,
-    lengths: Tensor,
-    loop: int,
-    k_matrix: Tensor | None = None,
-    v_matrix: Tensor | None = None,
-    k_means: Tensor | None = None,
-    *,
-    group: int = 0,
-    scale: float | None = None,
+    q: Tensor, k: Tensor, v: Tensor, past: Past, loop: int, scale: float | None = None
 ) -> Tensor:
     """What :func:`decode_attention` returns, in FP64 torch, sequence by sequence.
 
     Returns:
         [B, Hq, D] fp64.
     """
-    heads, dim = pages.shape[1], layout.head_dim
-    scale = dim**-0.5 if scale is None else scale
+    layout, heads, size = past.layout, past.pages.shape[1], past.layout.page_tokens
+    scale = layout.head_dim**-0.5 if scale is None else scale
+    k_matrix, v_matrix = (None if x is None else x.double() for x in (past.k_matrix, past.v_matrix))
     outs = []
-    for row, length in enumerate(lengths.tolist()):
-        positions = torch.arange(length, device=pages.device)
-        slots = block_table[row].long()[positions // layout.page_tokens] * layout.page_tokens
-        slots += positions % layout.page_tokens
-        packed_k, packed_v = read_pages(pages, layout, slots, group)
-        past_k = _rebuild(packed_k, loop, k_means)
-        past_v = _rebuild(packed_v, loop, None)
+    for row, length in enumerate(past.lengths.tolist()):
+        positions = torch.arange(length, device=q.device)
+        slots = past.block_table[row].long()[positions // size] * size + positions % size
+        packed_k, packed_v = read_pages(past.pages, layout, slots, past.group)
+        past_k, past_v = _rebuild(packed_k, loop, past.k_means), _rebuild(packed_v, loop, None)
         query = q[row].double()
-        rotated = rotate(query, None if k_matrix is None else k_matrix.double()).unflatten(0, (heads, -1))
-        past_scores = torch.einsum("hgd,thd->hgt", rotated, past_k)
+        past_scores = torch.einsum("hgd,thd->hgt", rotate(query, k_matrix).unflatten(0, (heads, -1)), past_k)
         own_score = torch.einsum("hgd,hd->hg", query.unflatten(0, (heads, -1)), k[row].double())
         weights = torch.softmax(torch.cat((past_scores, own_score[..., None]), -1) * scale, -1)
-        past = torch.einsum("hgt,thd->hgd", weights[..., :-1], past_v).flatten(0, 1)
-        past = rotate_back(past, None if v_matrix is None else v_matrix.double())
-        outs.append(past + (weights[..., -1:] * v[row].double()[:, None]).flatten(0, 1))
+        out = torch.einsum("hgt,thd->hgd", weights[..., :-1], past_v).flatten(0, 1)
+        own = (weights[..., -1:] * v[row].double()[:, None]).flatten(0, 1)
+        outs.append(rotate_back(out, v_matrix) + own)
     return torch.stack(outs)
 
 
@@ -173,17 +183,10 @@ def decode_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    pages: Tensor,
-    layout: PageLayout,
-    block_table: Tensor,
-    lengths: Tensor,
+    past: Past,
     loop: int,
     scratch: Workspace,
-    k_matrix: Tensor | None = None,
-    v_matrix: Tensor | None = None,
-    k_means: Tensor | None = None,
     *,
-    group: int = 0,
     scale: float | None = None,
     out: Tensor | None = None,
     prefer: str | None = None,
@@ -198,21 +201,14 @@ def decode_attention(
     Args:
         q: [B, Hq, D] bf16, post-RoPE, not rotated; query head h belongs to KV head h // (Hq/H).
         k, v: [B, H, D] bf16 of the current token.
-        pages: uint8 [blocks, H, page_bytes_per_head].
-        layout: of the pages; bits 2 and 4 by CUDA, 0, 1, 2, 4, 8 by Triton; rounding "fp32".
-        block_table: int32 [B, M]; entry i of a row is the page of tokens i S to (i+1) S - 1. Entries past the end of a
-            sequence are not used.
-        lengths: int32 [B], tokens of the past, the current one not among them; 0 is allowed.
+        past: the packed tokens before it.
         loop: loop within its group, from 0.
         scratch: from :func:`workspace`, for at least B sequences.
-        k_matrix, v_matrix: rotations, [H, D, D] or [D, D] fp16, or None.
-        k_means: [L, H, D] fp32 (OptR-H), or None.
-        group: which loop group of the layer.
         scale: of the scores; D**-0.5 by default.
         out: [B, Hq, D] to write to, of the dtype of q or fp32; made by default.
         prefer: "cuda", "triton" or "reference"; by default CUDA where it was or can be compiled for this layout, else
             Triton; on a CPU the reference.
-        check_table: make sure that pages named by ``block_table`` exist; waits for the GPU.
+        check_table: make sure that pages named by the block table exist; waits for the GPU.
 
     Returns:
         ``out``.
@@ -221,29 +217,27 @@ def decode_attention(
         ValueError: an argument of another shape, dtype or device, or a layout that no kernel reads.
         ResidualQuantError: the preferred way does not exist here; the message says why.
     """
-    scale = layout.head_dim**-0.5 if scale is None else scale
+    scale = past.layout.head_dim**-0.5 if scale is None else scale
     out = torch.empty_like(q) if out is None else out
-    _check(q, k, v, pages, layout, block_table, lengths, loop, scratch, k_matrix, v_matrix, k_means, group, out)
+    _check(q, k, v, past, loop, scratch, out)
     if check_table:
-        _check_table(pages, layout, block_table, lengths)
-    operands = (q, k, v, pages, layout, block_table, lengths, loop)
-    rotation = (k_matrix, v_matrix, k_means)
-    backend, library = _choose(prefer, q, layout, loop, pages.shape[1])
+        _check_table(past)
+    backend, library = _choose(prefer, q, past, loop)
     if backend == "cuda":
-        arguments = fill_arguments(*operands, scratch, *rotation, group=group, scale=scale, out=out)
+        arguments = fill_arguments(q, k, v, past, loop, scratch, scale, out)
         launch(library, arguments, torch.cuda.current_stream(q.device).cuda_stream)
     elif backend == "triton":
         from residualquant.kernels.decode_attention_triton import attend_past
 
-        attend_past(*operands, scratch, k_matrix, k_means, group=group, scale=scale)
-        merge_splits(q, k, v, scratch, v_matrix, scale, out)
+        attend_past(q, past, loop, scratch, scale)
+        merge_splits(q, k, v, past.v_matrix, scratch, scale, out)
     else:
-        out.copy_(decode_attention_reference(*operands, *rotation, group=group, scale=scale))
+        out.copy_(decode_attention_reference(q, k, v, past, loop, scale))
     return out
 
 
 def merge_splits(
-    q: Tensor, k: Tensor, v: Tensor, scratch: Workspace, v_matrix: Tensor | None, scale: float, out
+    q: Tensor, k: Tensor, v: Tensor, v_matrix: Tensor | None, scratch: Workspace, scale: float, out: Tensor
 ) -> None:
     """Combine the splits with the current token by log-sum-exp and rotate the past's part back once, into ``out``."""
     batch, query_heads, _ = q.shape
@@ -278,26 +272,27 @@ class Arguments(ctypes.Structure):
 
 
 def fill_arguments(
-    q, k, v, pages, layout, block_table, lengths, loop, scratch, k_matrix, v_matrix, k_means, *, group, scale, out
+    q: Tensor, k: Tensor, v: Tensor, past: Past, loop: int, scratch: Workspace, scale: float, out: Tensor
 ) -> Arguments:
     """The C arguments of the CUDA kernels for tensors that :func:`decode_attention` has checked."""
+    layout, pages, table, k_means = past.layout, past.pages, past.block_table, past.k_means
     kinds = loops_read(layout.config, loop)[::-1]
-    planes = {kv: [layout.plane(kv, kind, "codes", group).offset for kind in kinds] for kv in ("k", "v")}
+    planes = {kv: [layout.plane(kv, kind, "codes", past.group).offset for kind in kinds] for kv in ("k", "v")}
     means = [None] * len(kinds) if k_means is None else [k_means[kind].data_ptr() for kind in kinds]
     return Arguments(
         pages=pages.data_ptr(),
         page_stride=pages.stride(0),
         page_head_stride=pages.stride(1),
-        block_table=block_table.data_ptr(),
-        table_stride=block_table.stride(0),
-        lengths=lengths.data_ptr(),
+        block_table=table.data_ptr(),
+        table_stride=table.stride(0),
+        lengths=past.lengths.data_ptr(),
         **{name: x.data_ptr() for name, x in (("q", q), ("k", k), ("v", v))},
         **{f"{name}_stride": x.stride(0) for name, x in (("q", q), ("k", k), ("v", v))},
         **{f"{name}_head_stride": x.stride(1) for name, x in (("q", q), ("k", k), ("v", v))},
-        k_matrix=_pointer(k_matrix),
-        v_matrix=_pointer(v_matrix),
-        k_matrix_stride=_head_stride(k_matrix),
-        v_matrix_stride=_head_stride(v_matrix),
+        k_matrix=_pointer(past.k_matrix),
+        v_matrix=_pointer(past.v_matrix),
+        k_matrix_stride=_head_stride(past.k_matrix),
+        v_matrix_stride=_head_stride(past.v_matrix),
         means=(ctypes.c_void_p * MOST_KINDS)(*means),
         mean_stride=layout.head_dim,
         partial=scratch.partial.data_ptr(),
@@ -336,7 +331,7 @@ def _head_stride(matrix: Tensor | None) -> int:
     return 0 if matrix is None or matrix.dim() == 2 else matrix.stride(0)
 
 
-def _choose(prefer: str | None, q: Tensor, layout: PageLayout, loop: int, kv_heads: int) -> tuple:
+def _choose(prefer: str | None, q: Tensor, past: Past, loop: int) -> tuple:
     """Which way to go, and the library of the CUDA way."""
     if prefer not in (None, "cuda", "triton", "reference"):
         raise ValueError(f'prefer must be "cuda", "triton", "reference" or None, got {prefer!r}')
@@ -344,7 +339,7 @@ def _choose(prefer: str | None, q: Tensor, layout: PageLayout, loop: int, kv_hea
         return prefer, None
     if prefer is None and q.device.type == "cpu":
         return "reference", None
-    found = _library(q.device, q.dtype, layout, loop, q.shape[1] // kv_heads)
+    found = _library(q.device, q.dtype, past.layout, loop, q.shape[1] // past.pages.shape[1])
     if not isinstance(found, str):
         return "cuda", found
     if prefer == "cuda":
@@ -371,9 +366,8 @@ def _warn_once(reason: str) -> None:
     warnings.warn(f"decode attention runs by Triton, which is slower: {reason}", stacklevel=4)
 
 
-def _check(
-    q, k, v, pages, layout, block_table, lengths, loop, scratch, k_matrix, v_matrix, k_means, group, out
-) -> None:
+def _check(q: Tensor, k: Tensor, v: Tensor, past: Past, loop: int, scratch: Workspace, out: Tensor) -> None:
+    layout, group, pages = past.layout, past.group, past.pages
     cfg, dim = layout.config, layout.head_dim
     if cfg.rounding != "fp32" or any(bits in (3, 16) for bits in cfg.bits):
         raise ValueError(f"kernels read bits 0, 1, 2, 4, 8 of rounding fp32, got bits {cfg.bits}, {cfg.rounding!r}")
@@ -396,11 +390,11 @@ def _check(
         ("v", v, [[batch, heads, dim]], (q.dtype,)),
         ("out", out, [list(q.shape)], (q.dtype, torch.float32)),
         ("pages", pages, [[len(pages), heads, layout.page_bytes_per_head]], (torch.uint8,)),
-        ("block_table", block_table, [[batch, block_table.shape[-1]]], (torch.int32,)),
-        ("lengths", lengths, [[batch]], (torch.int32,)),
-        ("k_matrix", k_matrix, square, (torch.float16,)),
-        ("v_matrix", v_matrix, square, (torch.float16,)),
-        ("k_means", k_means, [[cfg.loops, heads, dim]], (torch.float32,)),
+        ("block_table", past.block_table, [[batch, past.block_table.shape[-1]]], (torch.int32,)),
+        ("lengths", past.lengths, [[batch]], (torch.int32,)),
+        ("k_matrix", past.k_matrix, square, (torch.float16,)),
+        ("v_matrix", past.v_matrix, square, (torch.float16,)),
+        ("k_means", past.k_means, [[cfg.loops, heads, dim]], (torch.float32,)),
     ):
         if tensor is None:
             continue
@@ -415,11 +409,12 @@ def _check(
         raise ValueError(f"pages must start at multiples of 16 bytes, got strides {pages.stride()}")
 
 
-def _check_table(pages: Tensor, layout: PageLayout, block_table: Tensor, lengths: Tensor) -> None:
-    used = (lengths.long() + layout.page_tokens - 1) // layout.page_tokens
-    if int(used.max()) > block_table.shape[1] or int(lengths.min()) < 0:
-        raise ValueError(f"lengths must fit {block_table.shape[1]} pages of a row, got {lengths.tolist()}")
-    named = block_table[torch.arange(block_table.shape[1], device=used.device) < used[:, None]]
-    if named.numel() and not 0 <= int(named.min()) <= int(named.max()) < len(pages):
-        got = (int(named.min()), int(named.max()))
-        raise ValueError(f"block_table must name pages from 0 to {len(pages) - 1}, got {got[0]} to {got[1]}")
+def _check_table(past: Past) -> None:
+    table, size = past.block_table, past.layout.page_tokens
+    used = (past.lengths.long() + size - 1) // size
+    if int(used.max()) > table.shape[1] or int(past.lengths.min()) < 0:
+        raise ValueError(f"lengths must fit {table.shape[1]} pages of a row, got {past.lengths.tolist()}")
+    named = table[torch.arange(table.shape[1], device=used.device) < used[:, None]]
+    if named.numel() and not 0 <= int(named.min()) <= int(named.max()) < len(past.pages):
+        got = f"{int(named.min())} to {int(named.max())}"
+        raise ValueError(f"block_table must name pages from 0 to {len(past.pages) - 1}, got {got}")

@@ -11,10 +11,10 @@ import triton.language as tl
 from torch import Tensor
 
 from residualquant.attention import rotate
+from residualquant.kernels.decode_attention import LOG2_E, Past, Workspace
 from residualquant.layout import PageLayout, loops_read
 
 TILE = 16  # tokens at a time
-LOG2_E = 1.4426950408889634
 
 
 @triton.jit
@@ -25,18 +25,16 @@ def _fp8(byte):
 
 
 @triton.jit
-def _rebuild(
-    page, t, used, channel, kind_planes: tl.constexpr, D: tl.constexpr, KV: tl.constexpr, means, HAS_MEANS: tl.constexpr
-):
+def _rebuild(page, t, used, channel, PLANES: tl.constexpr, D: tl.constexpr, KV: tl.constexpr, means, head):
     """Zhat [T, D] of the tokens ``t`` of their pages: alpha Zhat_p + offset + scale c + mu along the chain."""
     inside = used[:, None] & (channel < D)[None, :]
     value = tl.zeros([page.shape[0], channel.shape[0]], tl.float32)
-    for i in tl.static_range(len(kind_planes)):
-        BITS: tl.constexpr = kind_planes[i][0]
-        GROUP: tl.constexpr = kind_planes[i][1]
-        CODES: tl.constexpr = kind_planes[i][2 + 3 * KV]
-        METADATA: tl.constexpr = kind_planes[i][3 + 3 * KV]
-        ALPHA: tl.constexpr = kind_planes[i][4 + 3 * KV]
+    for i in tl.static_range(len(PLANES)):
+        BITS: tl.constexpr = PLANES[i][0]
+        GROUP: tl.constexpr = PLANES[i][1]
+        CODES: tl.constexpr = PLANES[i][2 + 3 * KV]
+        METADATA: tl.constexpr = PLANES[i][3 + 3 * KV]
+        ALPHA: tl.constexpr = PLANES[i][4 + 3 * KV]
         if ALPHA >= 0:
             pointer = page + ALPHA + 2 * t
             low = tl.load(pointer, mask=used, other=0).to(tl.int32)
@@ -55,34 +53,18 @@ def _rebuild(
             scale = _fp8(tl.load(at, mask=inside, other=0).to(tl.int32))
             offset = _fp8(tl.load(at + 1, mask=inside, other=0).to(tl.int32))
             value += offset + scale * code.to(tl.float32)
-        if HAS_MEANS:
-            value += tl.load(means + kind_planes[i][8] + channel, mask=channel < D, other=0.0)[None, :]
+        if means is not None:
+            mean = means + PLANES[i][8] + head * D + channel
+            value += tl.load(mean, mask=channel < D, other=0.0)[None, :]
     return value
 
 
 @triton.jit
 def decode_attention_kernel(
-    q,
-    pages,
-    block_table,
-    lengths,
-    means,
-    partial,
-    lse,
-    page_stride,
-    page_head_stride,
-    table_stride,
-    mean_head_stride,
-    splits,
-    PLANES: tl.constexpr,
-    HAS_MEANS: tl.constexpr,
-    D: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    S: tl.constexpr,
-    PER_HEAD: tl.constexpr,
-    BLOCK_Q: tl.constexpr,
-    TILE: tl.constexpr,
-):
+    q, pages, block_table, lengths, means, partial, lse, page_stride, page_head_stride, table_stride,
+    PLANES: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, S: tl.constexpr,
+    PER_HEAD: tl.constexpr, BLOCK_Q: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
     """One split (axis 0) of one sequence (axis 2) for the query heads of one KV head (axis 1).
 
     q is [B, Hq, D] fp32, rotated and times the scale in log2.  PLANES holds for each stored loop that is read, anchor
@@ -90,6 +72,7 @@ def decode_attention_kernel(
     lies from the first loop's.
     """
     split = tl.program_id(0)
+    splits = tl.num_programs(0)
     head = tl.program_id(1).to(tl.int64)
     row = tl.program_id(2).to(tl.int64)
     length = tl.load(lengths + row)
@@ -111,13 +94,13 @@ def decode_attention_kernel(
         used = token < end
         block = tl.load(block_table + row * table_stride + token // S, mask=used, other=0).to(tl.int64)
         page = pages + block * page_stride + head * page_head_stride
-        z = _rebuild(page, token % S, used, channel, PLANES, D, 0, means + head * mean_head_stride, HAS_MEANS)
+        z = _rebuild(page, token % S, used, channel, PLANES, D, 0, means, head)
         scores = tl.sum(queries[:, None, :] * z[None, :, :], 2)
         scores = tl.where(used[None, :], scores, float("-inf"))
         new = tl.maximum(maximum, tl.max(scores, 1))
         shrink = tl.exp2(maximum - new)
         p = tl.exp2(scores - new[:, None])
-        z = _rebuild(page, token % S, used, channel, PLANES, D, 1, means, False)
+        z = _rebuild(page, token % S, used, channel, PLANES, D, 1, None, head)
         values = values * shrink[:, None] + tl.sum(p[:, :, None] * z[None, :, :], 1)
         total = total * shrink + tl.sum(p, 1)
         maximum = new
@@ -128,41 +111,25 @@ def decode_attention_kernel(
     tl.store(lse + at, maximum + tl.log2(safe), mask=query < PER_HEAD)
 
 
-def attend_past(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    pages: Tensor,
-    layout: PageLayout,
-    block_table: Tensor,
-    lengths: Tensor,
-    loop: int,
-    scratch,
-    k_matrix: Tensor | None,
-    k_means: Tensor | None,
-    *,
-    group: int,
-    scale: float,
-) -> None:
+def attend_past(q: Tensor, past: Past, loop: int, scratch: Workspace, scale: float) -> None:
     """Fill ``scratch`` with every split's values and weight; arguments as for
     :func:`residualquant.kernels.decode_attention.decode_attention`."""
-    heads, dim, per_head = k.shape[1], layout.head_dim, q.shape[1] // k.shape[1]
-    rotated = rotate(q.float(), None if k_matrix is None else k_matrix.float()) * (scale * LOG2_E)
-    decode_attention_kernel[(scratch.lse.shape[2], heads, q.shape[0])](
+    layout, pages, k_means = past.layout, past.pages, past.k_means
+    dim, heads, splits = layout.head_dim, pages.shape[1], scratch.lse.shape[2]
+    per_head = q.shape[1] // heads
+    rotated = rotate(q.float(), None if past.k_matrix is None else past.k_matrix.float()) * (scale * LOG2_E)
+    decode_attention_kernel[(splits, heads, q.shape[0])](
         rotated.contiguous(),
         pages,
-        block_table,
-        lengths,
-        scratch.lse if k_means is None else k_means,
+        past.block_table,
+        past.lengths,
+        k_means,
         scratch.partial,
         scratch.lse,
         pages.stride(0),
         pages.stride(1),
-        block_table.stride(0),
-        dim,
-        scratch.lse.shape[2],
-        PLANES=planes_read(layout, loop, group, heads),
-        HAS_MEANS=k_means is not None,
+        past.block_table.stride(0),
+        PLANES=planes_read(layout, loop, past.group, heads),
         D=dim,
         BLOCK_D=triton.next_power_of_2(dim),
         S=layout.page_tokens,

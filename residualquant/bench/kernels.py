@@ -30,6 +30,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from residualquant.config import preset
 from residualquant.errors import ResidualQuantError
 from residualquant.kernels.decode_attention import (
+    Past,
     decode_attention,
     decode_attention_cost,
     decode_attention_reference,
@@ -167,23 +168,14 @@ class Case:
         write_pages(pages, self.layout, torch.arange(tokens, device="cuda"), *packed)
         return pages
 
+    def past(self, which: int, rows: slice = slice(None)) -> Past:
+        """One set of pages, of some sequences."""
+        return Past(self.pages, self.layout, self.tables[which, rows], self.lengths[rows], *self.matrices, self.means)
+
     def launch(self, loop: int, which: int, out: Tensor | None = None) -> None:
         """One launch of the op on one set of pages."""
-        decode_attention(
-            self.q,
-            self.k,
-            self.v,
-            self.pages,
-            self.layout,
-            self.tables[which],
-            self.lengths,
-            loop,
-            self.scratch,
-            *self.matrices,
-            self.means,
-            out=self.out if out is None else out,
-            prefer=self.prefer,
-        )
+        out = self.out if out is None else out
+        decode_attention(self.q, self.k, self.v, self.past(which), loop, self.scratch, out=out, prefer=self.prefer)
 
     def error(self, loop: int) -> float:
         """Largest relative L2 error over the heads of the first and last sequence, of FP32 output poisoned before.
@@ -193,19 +185,9 @@ class Case:
         """
         out = torch.full(self.q.shape, torch.nan, device="cuda")
         self.launch(loop, 0, out)
-        rows = sorted({0, self.batch - 1})
-        reference = decode_attention_reference(
-            self.q[rows],
-            self.k[rows],
-            self.v[rows],
-            self.pages,
-            self.layout,
-            self.tables[0, rows],
-            self.lengths[rows],
-            loop,
-            *self.matrices,
-            self.means,
-        )
+        rows = slice(None, None, max(1, self.batch - 1))
+        tokens = self.q[rows], self.k[rows], self.v[rows]
+        reference = decode_attention_reference(*tokens, self.past(0, rows), loop)
         error = ((out[rows] - reference).norm(dim=-1) / reference.norm(dim=-1)).max().item()
         if not error < TOLERANCE or not out.isfinite().all():
             raise ResidualQuantError(f"loop {loop} at {self.context} x {self.batch} is wrong by {error}: no time given")
@@ -342,7 +324,6 @@ def draw_roofline(rows: list[Timing]) -> list[Path]:
             panel.set(xscale="log", ylim=(0, 1.05), title=operation, xlabel="MB read")
         panels[0].set_ylabel("fraction of copy bandwidth")
         panels[0].legend(loc="lower right")
-        figure.tight_layout()
         text = "Decode attention: bytes read per second over the copy bandwidth, by the bytes of a launch."
         return Picture(figure, text).save(figures_dir("h200"), "kernels")
 
