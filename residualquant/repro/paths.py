@@ -70,6 +70,16 @@ def runs_dir(profile: str) -> Path:
     return workspace() / "data" / "runs" / profile
 
 
+def rotations_dir(profile: str) -> Path:
+    """``data/runs/<profile>/rotations``: calibrated rotations, a folder per model and configuration (not committed)."""
+    return runs_dir(profile) / "rotations"
+
+
+def parts_dir(profile: str) -> Path:
+    """``data/runs/<profile>/parts``: records of a run that was split, one folder per part (not committed)."""
+    return runs_dir(profile) / "parts"
+
+
 def models_dir() -> Path:
     """``data/models``: the shipped checkpoints."""
     return _shipped("data", "models")
