@@ -4,7 +4,7 @@
 .DEFAULT_GOAL := help
 .PHONY: help setup test lint reproduce cells collect tables figures report claims storage \
         table1 table2 table3 table4 table5 table8 table9 figure1_left figure2 figure3_middle figure3_right figure5 \
-        lab readme bench-cpu train lock wheel clean distclean
+        lab readme kernels bench-cpu bench-gpu train lock wheel clean distclean
 
 PROFILE ?= mini
 PYTHON ?= python3
@@ -107,6 +107,12 @@ train: $(READY)  ## Train the minis as the shipped ones were, into data/runs/tra
 
 bench-cpu: $(READY)  ## Encode and decode throughput and peak memory on this CPU
 	$(PY) -m residualquant.bench.cpu
+
+kernels: $(READY)  ## Compile the CUDA kernels ahead of time, for the GPU here (ARCH="sm_90 sm_120": for those)
+	$(PY) -m residualquant.kernels.build $(ARCH)
+
+bench-gpu: $(READY)  ## Decode attention over packed pages beside BF16 on this GPU (ARGS=--quick: in a minute)
+	$(PY) -m residualquant.bench.kernels $(ARGS)
 
 readme: $(READY)  ## Fill README's generated blocks from the committed records
 	$(PY) -m residualquant.repro.readme
