@@ -30,6 +30,7 @@ MAX_ROWS = {"cpu": 544, "cuda": 4096}
 LANE_ROWS = {"cpu": 68, "cuda": 1024}
 CPU_MEMORY = 4 * 2**30
 CUDA_MEMORY_FRACTION = 0.7
+PREFILL_COPIES, PREFILL_FRACTION = 6, 0.25  # of a prompt's K and V that a prefill holds; of the caches' memory for them
 
 
 @dataclass(frozen=True)
@@ -83,7 +84,7 @@ def iter_decode(
             numbers below 1, or a calibrated rotation that is missing.
     """
     prompts = [list(prompt) for prompt in prompts]
-    _check_request(model, prompts, configs, max_new_tokens, max_rows, memory_bytes)
+    check_request(model, prompts, configs, max_new_tokens, max_rows, memory_bytes)
     decoder = _Decoder(model, prompts, list(configs), max_new_tokens, set(eos_ids), rotations or {})
     return decoder.run(*decoder.plan(max_rows, memory_bytes), progress, set(skip))
 
@@ -125,7 +126,12 @@ def generate(
     return answers
 
 
-def _check_request(model, prompts, configs, max_new_tokens, max_rows, memory_bytes) -> None:
+def check_request(model, prompts, configs, max_new_tokens, max_rows=None, memory_bytes=None) -> None:
+    """Refuse what :func:`iter_decode` cannot do, before anything runs.
+
+    Raises:
+        ValueError: as there; the message names the value.
+    """
     for name, value in (("max_new_tokens", max_new_tokens), ("max_rows", max_rows), ("memory_bytes", memory_bytes)):
         if value is not None and value < 1:
             raise ValueError(f"{name} must be at least 1, got {value}")
@@ -254,7 +260,9 @@ class _Decoder:
         width = len(self.configs)
         prompt_bytes = 4 * self.slots.values(width, self._capacity(self.prompts))
         lane_rows = min(rows, LANE_ROWS.get(kind, LANE_ROWS["cuda"]))
-        per_lane = max(1, min(len(self.prompts), lane_rows // width, memory_bytes // prompt_bytes))
+        prefill_bytes = PREFILL_COPIES * 4 * self.slots.values(1, max(map(len, self.prompts)))
+        fitting = min(memory_bytes // prompt_bytes, int(PREFILL_FRACTION * memory_bytes) // prefill_bytes)
+        per_lane = max(1, min(len(self.prompts), lane_rows // width, fitting))
         lanes = max(1, min(rows // (per_lane * width), memory_bytes // (per_lane * prompt_bytes)))
         return min(lanes, -(-len(self.prompts) // per_lane)), per_lane
 

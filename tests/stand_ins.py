@@ -10,12 +10,17 @@ from types import SimpleNamespace
 import torch
 
 from residualquant.attention import to_bf16
-from residualquant.evals.tasks import problems
+from residualquant.evals.tasks import FROZEN, TASKS, problems
 from residualquant.models.base import EDGE, KVShape, LoopedModel, LoopedOutput
+from residualquant.rotation import Rotation
+from residualquant.rotation.hadamard import hadamard_matrix
 
 
 class TextTokenizer:
-    """Ids are bytes + 2."""
+    """Ids are bytes + 2; 1 ends a text."""
+
+    def token_to_id(self, token):
+        return {"<eos>": 1}.get(token)
 
     def encode(self, text):
         return SimpleNamespace(ids=[b + 2 for b in text.encode()])
@@ -26,12 +31,17 @@ class TextTokenizer:
 
 def stand_in_model(name="mini-ouro-maths"):
     """What ``evaluate`` needs of a model."""
+    family = "huginn" if "huginn" in name else "ouro"
     return SimpleNamespace(
         name=name,
+        family=family,
         weights_hash="0" * 64,
         device=torch.device("cpu"),
         dtype=torch.float32,
-        kv_shape=KVShape(4, 2, 2, 128),
+        kv_shape=KVShape(4, 2, 2, 128) if family == "ouro" else KVShape(32, 2, 2, 96),
+        edge_shape=None if family == "ouro" else KVShape(1, 2, 2, 96),
+        config=SimpleNamespace(vocab_size=258),
+        stop_ids={1},
         tokenizer=TextTokenizer(),
     )
 
@@ -95,7 +105,7 @@ class ScriptedModel(LoopedModel):
 
 def decoder_for(task, n, log=None, delay=0.0):
     """An ``iter_decode`` whose rightness falls with the bits; each pair decoded is appended to the file ``log``."""
-    gold = {p.prompt: p for p in problems(task, n)}
+    gold = {p.prompt: p for family in FROZEN for p in problems(task, n, family=family)}
     tokenizer = TextTokenizer()
 
     def iter_decode(model, prompts, configs, skip=(), **options):
@@ -121,19 +131,32 @@ def decoder_for(task, n, log=None, delay=0.0):
     return iter_decode
 
 
-def install(monkeypatch, tasks=("words", "algebra", "stubs", "asserts"), n=8):
-    """Replace the model loader and the engine for ``tasks``; all answers then come from ``decoder_for``."""
+def calibrated_many(model, configs, task, sizes, folder, progress=True):
+    """Hadamard matrices in the place of calibrated ones."""
+    shape = model.kv_shape
+    rotation = Rotation(hadamard_matrix(shape.head_dim).expand(shape.kv_heads, -1, -1))
+    return [
+        {(g, n, kind): rotation for g in range(shape.loops // c.loops) for n in range(shape.layers) for kind in "kv"}
+        for c in configs
+    ]
+
+
+def install(monkeypatch, tasks=TASKS, n=8):
+    """Replace model loader, calibration and engine for ``tasks``; all answers then come from ``decoder_for``."""
     import residualquant.engine
     import residualquant.models
+    import residualquant.rotation.calibration as calibration
 
     decoders = {task: decoder_for(task, n) for task in tasks}
-    known = {p.prompt: task for task in tasks for p in problems(task, n)}
+    known = {p.prompt: task for task in tasks for family in FROZEN for p in problems(task, n, family=family)}
 
     def iter_decode(model, prompts, configs, **options):
         task = known[TextTokenizer().decode(prompts[0])]
         return decoders[task](model, prompts, configs, **options)
 
     monkeypatch.setattr(residualquant.engine, "iter_decode", iter_decode)
+    monkeypatch.setattr(calibration, "calibrated_many", calibrated_many, raising=False)
+    monkeypatch.setattr(calibration, "CalibrationSizes", dict, raising=False)
     monkeypatch.setattr(residualquant.models, "load_model", lambda name, device=None: stand_in_model(name))
 
 
