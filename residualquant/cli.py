@@ -291,12 +291,12 @@ def calibrate(
         out: Folder for calibrations, each in a folder of its own; data/runs/rotations when left out.
         device: cpu or cuda; the GPU where there is one when left out.
     """
-    from residualquant.repro.paths import runs_dir, show
+    from residualquant.repro.paths import show
     from residualquant.rotation import calibration
 
     loaded = _load(task, model, device)
     (asked,) = kv.configs([config], loaded.kv_shape.loops)
-    sizes, out = calibration.CalibrationSizes(fit, holdout, steps, seed), out or runs_dir("rotations")
+    sizes = calibration.CalibrationSizes(fit, holdout, steps, seed)
     calibration.calibrated(loaded, asked, task, sizes, out)
     folder = calibration.artefact_folder(loaded, asked, task, sizes, out)
     _print_table(calibration.loss_table(folder))

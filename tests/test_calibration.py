@@ -218,6 +218,20 @@ def test_kinds_of_rotations(model, tmp_path, cfg):
         assert all(float(row["after"]) <= float(row["Hadamard"]) for row in rows)
 
 
+def test_a_layer_of_other_bits_is_fitted_to_them(model, artefact, tmp_path):
+    cfg = preset("INT4 g=32", rotation="optr_h", layer_bits=((1, CONFIG.bits),))
+    found = run(model, tmp_path, cfg)
+    for (group, layer, kind), rotation in found.items():
+        other = artefact[1][group, layer, kind]
+        assert torch.equal(rotation.matrix, other.matrix) == (layer == 1)
+    assert same(run(model, tmp_path, cfg), found) and same(load_rotations(tmp_path, model, cfg), found)
+    with pytest.raises(ResidualQuantError, match="calibrated for layer_bits="):
+        load_rotations(tmp_path, model, replace(cfg, layer_bits=()))
+    texts = random_texts(seed=7)
+    both = attention_errors(model, [cfg, CONFIG], texts, {0: found, 1: artefact[1]}, queries=8)
+    assert torch.equal(both[0][0, 1, "k"], both[1][0, 1, "k"]) and (both[0][0, 0, "k"] < both[1][0, 0, "k"]).all()
+
+
 def test_deterministic_by_seed(model, artefact, tmp_path):
     assert same(run(model, tmp_path / "again"), artefact[1])
     assert not same(run(model, tmp_path / "other", settings=replace(QUICK, seed=1)), artefact[1])

@@ -191,11 +191,11 @@ def load_rotations(folder: str | Path, model: LoopedModel, cfg: KVQuantConfig) -
         )
     if about["kv_shape"] != asdict(model.kv_shape):
         raise ResidualQuantError(f"{where} is of a cache of {KVShape(**about['kv_shape'])}, not {model.kv_shape}")
-    wanted = comparable(cfg)
-    wrong = [name for name in wanted if about["config"].get(name) != wanted[name]]
+    wanted, has = comparable(cfg), about["config"]
+    wrong = [name for name in {**wanted, **has} if has.get(name) != wanted.get(name)]
     if wrong:
         raise ResidualQuantError(
-            f"{where} was calibrated for {wrong[0]}={about['config'].get(wrong[0])!r}, "
-            f"the configuration has {wanted[wrong[0]]!r}"
+            f"{where} was calibrated for {wrong[0]}={has.get(wrong[0])!r}, "
+            f"the configuration has {wanted.get(wrong[0])!r}"
         )
     return artefact.rotations(model)

@@ -202,11 +202,11 @@ def calibrate(
         for layers in plan.passes:
             fit, chosen = (collect(model, texts, layers, n, bar.update) for texts, n in plan.texts)
             for job in jobs:
-                for units in plan.chunks(job, layers):
+                for cfg, units in plan.chunks(job, layers):
                     begun = time.monotonic()
                     gram = torch.cat([output_gram(model, layer) for _, layer in units])
-                    parts = ([states_of(t, units, layers, job.cfg.loops) for t in texts] for texts in (fit, chosen))
-                    fits = _fit(*parts, gram, job.cfg, units, settings, bar.update)
+                    parts = ([states_of(t, units, layers, cfg.loops) for t in texts] for texts in (fit, chosen))
+                    fits = _fit(*parts, gram, cfg, units, settings, bar.update)
                     job.artefact.add(fits, time.monotonic() - begun)
                 if progress and job.todo and layers[-1] == max(plan.layers):
                     bar.write(job.describe())
@@ -299,15 +299,18 @@ class _Plan:
         each = sum(captured_bytes(self.shape, self.query_heads, *kept) for kept in self.texts)
         count = max(1, int(memory_bytes // each))
         self.passes = [self.layers[i : i + count] for i in range(0, len(self.layers), count)]
-        chunks = [job.cfg for job in jobs for layers in self.passes for _ in self.chunks(job, layers)]
+        chunks = [cfg for job in jobs for layers in self.passes for cfg, _ in self.chunks(job, layers)]
         steps = sum(2 * settings.steps if cfg.rotation == "optr_h" else 1 for cfg in chunks)
         self.total = len(self.passes) * (len(fit_texts) + len(held_out)) + steps
 
-    def chunks(self, job: _Job, layers: Sequence[int]) -> Iterator[list[Unit]]:
-        """The units of ``layers`` that the job lacks, as many together as fit the memory; one on a CPU."""
-        units = sorted((u for u in job.todo if u[1] in layers), key=lambda u: (u[1], u[0]))
-        count = 1 if self.on_cpu else max(1, int(self.memory_bytes // self._unit_bytes(job.cfg)))
-        return (units[i : i + count] for i in range(0, len(units), count))
+    def chunks(self, job: _Job, layers: Sequence[int]) -> Iterator[tuple[KVQuantConfig, list[Unit]]]:
+        """How units of ``layers`` that the job lacks are coded, and as many of them as fit the memory; one on a CPU."""
+        alike: dict[KVQuantConfig, list[Unit]] = {}
+        for group, layer in sorted((u for u in job.todo if u[1] in layers), key=lambda u: (u[1], u[0])):
+            alike.setdefault(job.cfg.for_layer(layer), []).append((group, layer))
+        for cfg, units in alike.items():
+            count = 1 if self.on_cpu else max(1, int(self.memory_bytes // self._unit_bytes(cfg)))
+            yield from ((cfg, units[i : i + count]) for i in range(0, len(units), count))
 
     def _unit_bytes(self, cfg: KVQuantConfig) -> float:
         """About what fitting one unit holds: weights of the held-out texts thrice, and a step's intermediates."""

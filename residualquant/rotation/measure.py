@@ -120,7 +120,7 @@ def attention_errors(
     for layer in range(shape.layers):
         gram = output_gram(model, layer)
         captured = collect(model, texts, [layer], queries)
-        for cfg, matrices, found in zip(configs, known, errors):
+        for cfg, matrices, found in zip((c.for_layer(layer) for c in configs), known, errors):
             for group in range(shape.loops // cfg.loops):
                 states = [states_of(text, [(group, layer)], [layer], cfg.loops) for text in captured]
                 parts = batches(states, BATCH_VALUES[model.device.type])
