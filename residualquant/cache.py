@@ -82,6 +82,11 @@ class LayerRotations:
         """The rotation of one loop group, layer and ``kind`` "k" or "v"."""
         return self.shared if self._calibrated is None else self._calibrated[group, layer, kind]
 
+    def of_loop(self, loop: int, layer: int, kind: str) -> Tensor | None:
+        """The FP32 matrix, [D, D] or [H, D, D], of one loop of the model."""
+        rotation = self.get(loop // self.loops, layer, kind)
+        return None if rotation is None else rotation.matrix.float()
+
 
 @dataclass
 class _Layer:
@@ -138,7 +143,9 @@ class PackedCache:
         ValueError: loops that do not divide, or a calibrated rotation that is missing or of another shape.
     """
 
-    def __init__(self, shape: KVShape, cfg: KVQuantConfig, rotations: RotationMap | None = None, edge_layers: int = 0):
+    def __init__(
+        self, shape: KVShape, cfg: KVQuantConfig, rotations: RotationMap | None = None, *, edge_layers: int = 0
+    ):
         loop_groups(shape, cfg)
         self.shape, self.config, self.edge_layers = shape, cfg, edge_layers
         self._given = rotations
@@ -228,9 +235,8 @@ class PackedCache:
 
     def matrices(self, loop: int, layer: int) -> tuple[Tensor | None, Tensor | None]:
         """Rotations of K and V of one loop (or ``EDGE``) and layer, as FP32 matrices."""
-        layer, group, _ = self._locate(loop, layer)
-        own = (self._rotation(group, layer, kind) for kind in "kv")
-        k, v = (None if rotation is None else rotation.matrix.float() for rotation in own)
+        self._locate(loop, layer)
+        k, v = (None if loop == EDGE else self.rotations.of_loop(loop, layer, kind) for kind in "kv")
         return k, v
 
     def _read_group(self, layer: int, group: int, index: int, space: str) -> Tensor:

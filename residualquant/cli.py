@@ -136,10 +136,10 @@ def evaluate(
 
 def _accuracy_row(model, config, cell, bf16) -> dict:
     """What ``eval`` prints of one configuration; ``bf16`` is the cell to test it against, or None."""
-    from residualquant.layout import model_bits
+    from residualquant.layout import effective_bits, model_effective_bits
     from residualquant.repro.stats import Pair, mcnemar_exact, wilson
 
-    shape, edge = model.kv_shape, model.edge_shape
+    shape = model.kv_shape
     n, right = cell.identity["n"], sum(cell.correct.values())
     low, high = wilson(right, n)
     row = {
@@ -147,8 +147,8 @@ def _accuracy_row(model, config, cell, bf16) -> dict:
         "reference": "none" if config.is_off else config.reference,
         "coefficient": "none" if config.anchor is None or config.is_off else config.coefficient,
         "rotation": "none" if config.is_off else config.rotation,
-        "bits": f"{model_bits(config, shape):.4g}",
-        "with edge layers": f"{model_bits(config, shape, edge):.4g}",
+        "bits": f"{effective_bits(config, shape.head_dim, shape.layers):.4g}",
+        "with edge layers": f"{model_effective_bits(config, shape, model.edge_layers):.4g}",
         "n": n,
         "accuracy %": f"{100 * right / n:.1f}",
         "95 % CI": f"{100 * low:.1f} - {100 * high:.1f}",

@@ -80,8 +80,11 @@ class KVQuantConfig:
         for layer, _ in self.layer_bits:
             self.for_layer(layer)
 
-    def for_layer(self, layer: int) -> KVQuantConfig:
-        """How ``layer`` (from 0) is coded: this configuration with that layer's bits, and no overrides any more."""
+    def for_layer(self, layer: int | None) -> KVQuantConfig:
+        """How ``layer`` (from 0) is coded: this configuration with that layer's bits, and no overrides any more.
+
+        None means a layer that has no bits of its own.
+        """
         if not self.layer_bits:
             return self
         return dataclasses.replace(self, bits=dict(self.layer_bits).get(layer, self.bits), layer_bits=())
@@ -153,11 +156,11 @@ class KVQuantConfig:
         """True where a BF16 coefficient is stored for every token and head of ``loop``."""
         return self.reference_of(loop) is not None and self.coefficient != "unit"
 
-    def effective_bits(self, head_dim: int) -> float:
+    def effective_bits(self, head_dim: int, layers: int | None = None) -> float:
         """Stored bits per K or V value, b_eff of App. A.3; see :func:`residualquant.layout.effective_bits`."""
         from residualquant.layout import effective_bits
 
-        return effective_bits(self, head_dim)
+        return effective_bits(self, head_dim, layers)
 
     @property
     def label(self) -> str:

@@ -30,6 +30,7 @@ MAX_ROWS = {"cpu": 544, "cuda": 4096}
 LANE_ROWS = {"cpu": 68, "cuda": 1024}
 CPU_MEMORY = 4 * 2**30
 CUDA_MEMORY_FRACTION = 0.7
+PREFILL_COPIES, PREFILL_FRACTION = 6, 0.25  # of a prompt's K and V that a prefill holds; of the caches' memory for them
 
 
 @dataclass(frozen=True)
@@ -257,7 +258,9 @@ class _Decoder:
         width = len(self.configs)
         prompt_bytes = 4 * self.slots.values(width, self._capacity(self.prompts))
         lane_rows = min(rows, LANE_ROWS.get(kind, LANE_ROWS["cuda"]))
-        per_lane = max(1, min(len(self.prompts), lane_rows // width, memory_bytes // prompt_bytes))
+        prefill_bytes = PREFILL_COPIES * 4 * self.slots.values(1, max(map(len, self.prompts)))
+        fitting = min(memory_bytes // prompt_bytes, int(PREFILL_FRACTION * memory_bytes) // prefill_bytes)
+        per_lane = max(1, min(len(self.prompts), lane_rows // width, fitting))
         lanes = max(1, min(rows // (per_lane * width), memory_bytes // (per_lane * prompt_bytes)))
         return min(lanes, -(-len(self.prompts) // per_lane)), per_lane
 

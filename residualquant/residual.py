@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from residualquant import layout
-from residualquant.affine import FP8, dequantize, pack_codes, quantize, unpack_codes
+from residualquant.affine import FP8, dequantize, pack_valid_codes, quantize, unpack_codes
 from residualquant.config import RAW_BITS, KVQuantConfig
 from residualquant.rotation import Rotation, rotation_for
 
@@ -333,7 +333,7 @@ def _pack(coded: _Coded, clean: Tensor, raw_dtype: torch.dtype) -> dict[int, Pac
     if step.bits == RAW_BITS:
         codes = states.to(raw_dtype)
     elif step.bits:
-        codes = pack_codes(coded.codes, step.bits)
+        codes = pack_valid_codes(coded.codes, step.bits)
         metadata = coded.metadata.view(torch.uint8).flatten(-2)
     return {loop: PackedLoop(codes[i], metadata[i], alpha[i]) for i, loop in enumerate(step.loops)}
 
@@ -358,6 +358,8 @@ def _unpack(tokens: PackedKV, step: Step, block: slice, z: Tensor) -> Tensor:
 def _check_input(x: Tensor, cfg: KVQuantConfig, rotation: Rotation | Tensor | None) -> Rotation | None:
     """The rotation to use, after checking that input, configuration and rotation fit together."""
     shape = list(x.shape)
+    if cfg.layer_bits:
+        raise ValueError(f"x is of one layer: give cfg.for_layer(n), got layer_bits={cfg.layer_bits}")
     if not x.is_floating_point():
         raise ValueError(f"x must have a floating-point dtype, got {x.dtype}")
     if len(shape) < 2 or shape[0] != cfg.loops:

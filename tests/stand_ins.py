@@ -95,7 +95,7 @@ class ScriptedModel(LoopedModel):
         for loop, layer in order:
             slot = s.loops * s.layers + layer if loop == EDGE else loop * s.layers + layer
             k, v = kv[:, :, slot].unbind(2)
-            q = k.repeat_interleave(self.query_heads // s.kv_heads, 2)
+            q = k.nan_to_num().clamp(-4, 4).repeat_interleave(self.query_heads // s.kv_heads, 2)
             out = attend(loop, layer, q, k, v)
             if out.shape != q.shape or not out.isfinite().all():
                 raise ValueError(f"attend gave {list(out.shape)} for {list(q.shape)}, or values that are not finite")

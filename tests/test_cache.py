@@ -7,7 +7,7 @@ from residualquant import layout
 from residualquant.attention import PackedAttention, attend_past_and_step, attend_prompt, rotate, to_bf16
 from residualquant.cache import PackedCache
 from residualquant.config import KVQuantConfig, preset
-from residualquant.models.base import KVShape
+from residualquant.models.base import EDGE, KVShape
 from residualquant.models.ouro import Ouro, OuroConfig
 from residualquant.residual import encode
 from residualquant.rotation import Rotation
@@ -22,6 +22,7 @@ CONFIGS = [
     KVQuantConfig(bits=(3, 0, 8, 16), group_size=16, reference="last", rotation="hadamard"),
     KVQuantConfig(bits=(2, 4)),
     preset("INT2 g=32", sink_tokens=2, recent_tokens=3),
+    preset("INT2 g=32", rotation="hadamard", layer_bits=((0, (16,) * 4),)),
 ]
 IDS = [f"{c.label} {c.reference} {c.rotation} {c.sink_tokens}" for c in CONFIGS]
 each_config = pytest.mark.parametrize("cfg", CONFIGS, ids=IDS)
@@ -78,10 +79,36 @@ def random_rotations(shape, loops, seed=0):
 def test_nbytes_equals_the_arithmetic(cfg):
     tokens, batch = 9, 3
     windowed = min(tokens, cfg.sink_tokens + cfg.recent_tokens)
-    heads = 2 * SHAPE.layers * SHAPE.kv_heads * batch
-    groups = SHAPE.loops // cfg.loops
-    packed = (tokens - windowed) * heads * groups * layout.stored_bytes(cfg, SHAPE.head_dim)
-    assert filled(cfg, tokens, batch).nbytes == packed + windowed * heads * SHAPE.loops * SHAPE.head_dim * 2
+    raw = 2 * SHAPE.loops * SHAPE.layers * SHAPE.kv_heads * SHAPE.head_dim * 2
+    packed = layout.token_bytes(cfg, SHAPE)
+    assert filled(cfg, tokens, batch).nbytes == batch * ((tokens - windowed) * packed + windowed * raw)
+
+
+@pytest.mark.parametrize("cfg", [CONFIGS[0], CONFIGS[2], CONFIGS[7]], ids=str)
+def test_layers_that_run_once_are_cached_like_one_loop(cfg):
+    """Direct INT4 without rotation; their windows and bytes are counted as the others'."""
+    cache, tokens = PackedCache(SHAPE, cfg, edge_layers=2), 9
+    for layer in range(SHAPE.layers):
+        cache.append(layer, *random_kv(tokens, seed=layer))
+    k, v = random_kv(tokens, seed=5)
+    cache.append(2, k[:1], v[:1])
+    for start, stop in ((0, 5), (5, 6), (6, 9)):
+        given = [x[0, :, start:stop].transpose(1, 2) for x in (k, v)]
+        keys, _ = cache.update(*given, SHAPE.loops * SHAPE.layers + 1)
+        assert keys.shape[2] == stop == cache.get_seq_length(SHAPE.loops * SHAPE.layers + 1)
+    reference = PackedCache(KVShape(1, 2, 2, 64), cfg.for_edge)
+    for layer in range(2):
+        reference.append(layer, k[:1], v[:1])
+        for ours, theirs, past in zip(cache.read(2 + layer), reference.read(layer), cache.past(EDGE, layer)):
+            same(ours, theirs)
+            same(past, theirs[0])
+        assert cache.matrices(EDGE, layer) == (None, None)
+    assert cache.nbytes - filled(cfg, tokens).nbytes == reference.nbytes
+    if not cfg.recent_tokens:
+        assert cache.nbytes == 3 * tokens * layout.token_bytes(cfg, SHAPE, 2)
+    cache.crop(4)
+    cache.reorder_cache(torch.tensor([2, 2]))
+    same(cache.read(3)[1], reference.read(1)[1][:, [2, 2], :4])
 
 
 @each_config
@@ -131,6 +158,40 @@ def test_unusable_values_are_counted_and_spoil_no_other_token():
         assert ours.isfinite().all()
         differs = (ours != theirs).flatten(3).any(-1).any(0)
         assert differs.sum() <= 1
+
+
+def test_loops_come_in_turn_and_in_one_shape():
+    cache = filled(preset("INT2/4 g=32"))
+    k, v = random_kv(1)
+    with pytest.raises(ValueError, match="expects loop 0 next, got loop 1"):
+        cache.stage(1, 0, k[0], v[0])
+    cache.stage(0, 0, k[0], v[0])
+    with pytest.raises(ValueError, match="expects loop 1 next, got loop 0"):
+        cache.stage(0, 0, k[0], v[0])
+    with pytest.raises(ValueError, match=r"loop 1 must bring K of \[3, 1, 2, 64\], got \[3, 2, 2, 64\]"):
+        cache.stage(1, 0, *(x[1].repeat(1, 2, 1, 1) for x in (k, v)))
+    with pytest.raises(ValueError, match=r"k must be \[B, T, 2, 64\], got \[3, 1, 64\]"):
+        cache.stage(1, 0, k[1, :, :, 0], v[1, :, :, 0])
+    with pytest.raises(ValueError, match=r"v must be \[B, T, 2, 64\], got \[3, 1, 2, 32\]"):
+        cache.stage(1, 0, k[1], v[1, ..., :32])
+    with pytest.raises(ValueError, match="holds 3 sequences, got a batch of 2"):
+        cache.stage(1, 0, k[1, :2], v[1, :2])
+    with pytest.raises(ValueError, match=r"k must have a floating-point dtype, got torch\.uint8"):
+        cache.stage(1, 0, k[1].byte(), v[1])
+    with pytest.raises(ValueError, match=r"k must be \[B, H, T, D\], got \[1, 2, 64\]"):
+        cache.update(k[1, 0], v[1], 2)
+    for loop in range(1, 4):
+        cache.stage(loop, 0, k[loop], v[loop])
+    assert cache.length(0) == 8
+
+
+def test_values_beyond_bf16s_largest_within_the_limit_are_that_in_every_precision():
+    """65504, the codec's limit, would be rounded up to 65536 in a raw loop and not in a coded one."""
+    k, v = random_kv(2, 1)
+    k[:, 0, 0, 0, 0] = 1e9
+    cache = PackedCache(SHAPE, KVQuantConfig(bits=(2, 2, 16, 16)))
+    cache.append(0, k, v)
+    assert int(cache.sanitised) == 4 and cache.read(0)[0][2:, 0, 0, 0, 0].tolist() == [65280.0] * 2
 
 
 # ---- windows ------------------------------------------------------------------------------------------------------
@@ -273,10 +334,20 @@ def test_wrong_input_is_refused_with_its_value():
         cache.append(0, k[:3], v)
     with pytest.raises(ValueError, match="holds 3 sequences, got a batch of 2"):
         cache.append(0, k[:, :2], v[:, :2])
-    with pytest.raises(ValueError, match="expects loop 0 next, got loop 1"):
-        cache.stage(1, 0, k[0], v[0])
+    with pytest.raises(ValueError, match=r"one shape and device, got \[4, 3, 1, 2, 64\] on cpu and \[4, 3, 0, 2, 64\]"):
+        cache.append(0, k, v[:, :, :0])
+    with pytest.raises(ValueError, match=r"v must have a floating-point dtype, got torch\.int64"):
+        cache.append(0, k, v.long())
+    with pytest.raises(ValueError, match=r"one shape and device, got .* on cpu and .* on meta"):
+        cache.append(0, k, v.to("meta"))
+    with pytest.raises(ValueError, match="lives on cpu, got k and v on meta"):
+        cache.append(0, k.to("meta"), v.to("meta"))
     with pytest.raises(ValueError, match="below 8, got 8"):
         cache.update(k[0], v[0], 8)
+    for loop, layer in ((4, 0), (0, 2), (-2, 0), (EDGE, 0)):
+        for read in (cache.past, cache.matrices):
+            with pytest.raises(ValueError, match=f"no layer {layer} in loop {loop}"):
+                read(loop, layer)
     with pytest.raises(ValueError, match="bits for 3 loops, got a model of 4 loops"):
         PackedCache(SHAPE, KVQuantConfig(bits=(2, 2, 4)))
     with pytest.raises(ValueError, match=r"no oscar rotation was given for \(0, 0, 'k'\)"):

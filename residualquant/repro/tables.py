@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from residualquant.config import KVQuantConfig
-from residualquant.layout import model_bits
+from residualquant.layout import model_effective_bits
 from residualquant.models.base import KVShape
 from residualquant.repro import paths
 from residualquant.repro.cells import Cells, compute_cells, read_cells
@@ -144,11 +144,9 @@ def _bits(line: Line, cell: Cell | None) -> tuple[float, float]:
     """Effective bits of the looped layers, and of the whole model where it has others (needs a measured cell)."""
     if cell is None:
         return line.config.effective_bits(HEAD_DIM[line.family]), NONE
-    shape, edge = (
-        None if found is None else KVShape(**found)
-        for found in (cell.identity["kv_shape"], cell.identity["edge_shape"])
-    )
-    return line.config.effective_bits(shape.head_dim), model_bits(line.config, shape, edge)
+    shape, edge = KVShape(**cell.identity["kv_shape"]), cell.identity["edge_shape"]
+    edge_layers = 0 if edge is None else edge["layers"]
+    return line.config.effective_bits(shape.head_dim), model_effective_bits(line.config, shape, edge_layers)
 
 
 def _measured(found: Sequence[Cell | None]) -> dict:
