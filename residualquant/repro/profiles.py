@@ -174,7 +174,7 @@ PROFILES = {
         ),
         Profile(
             "full",
-            {"ouro": _sizes(800, 400), "huginn": _sizes(800, 400)},
+            {"ouro": _sizes(800, 400), "huginn": _sizes(200, 200)},
             device="cuda",
             cost="half an hour on one H200",
         ),
