@@ -116,16 +116,12 @@ def evaluate(
     check_request(model, list(prompts.values()), configs, limit, max_rows)
     made = provenance(model.device.type)
     with Writer(Path(records)) as writer:
-        for sentence in writer.records.damage:
-            print(f"warning: {sentence}; it is computed again", file=sys.stderr)
         identities = [
             identity_of(model, task, chosen, c, rotations.get(i), max_new_tokens=limit, seed=seed)
             for i, c in enumerate(configs)
         ]
         cells = [writer.start(identity, made) for identity in identities]
-        done, total = sum(len(cell.answers) for cell in cells), n * len(configs)
-        if progress and done < total:
-            print(f"{task}: {done} of {total} answers are in {show(writer.path)}", file=sys.stderr)
+        _say_what_is_there(writer, cells, progress)
         options = {"max_new_tokens": limit, "eos_ids": model.stop_ids, "max_rows": max_rows, "progress": progress}
         by_id = {p.problem_id: p for p in chosen}
         decoded = _decode_missing(model, chosen, prompts, configs, rotations, cells, writer, options)
@@ -136,6 +132,14 @@ def evaluate(
             _score(task, by_id, cells, writer)
         writer.finish(_superseded(writer, cells))
     return cells
+
+
+def _say_what_is_there(writer: Writer, cells: Sequence[Cell], progress: bool) -> None:
+    for sentence in writer.records.damage:
+        print(f"warning: {sentence}; it is computed again", file=sys.stderr)
+    done, total = sum(len(cell.answers) for cell in cells), sum(cell.identity["n"] for cell in cells)
+    if progress and done < total:
+        print(f"{cells[0].identity['task']}: {done} of {total} answers are in {show(writer.path)}", file=sys.stderr)
 
 
 def _check_model(model: LoopedModel) -> None:
