@@ -123,13 +123,8 @@ def evaluate(
         cells = [writer.start(identity, made) for identity in identities]
         _say_what_is_there(writer, cells, progress)
         options = {"max_new_tokens": limit, "eos_ids": model.stop_ids, "max_rows": max_rows, "progress": progress}
-        by_id = {p.problem_id: p for p in chosen}
         decoded = _decode_missing(model, chosen, prompts, configs, rotations, cells, writer, options)
-        for count, _ in enumerate(decoded, 1):
-            if score and count % SCORE_EVERY == 0:
-                _score(task, by_id, cells, writer)
-        if score:
-            _score(task, by_id, cells, writer)
+        _take(decoded, score, task, {p.problem_id: p for p in chosen}, cells, writer)
         writer.finish(_superseded(writer, cells))
     return cells
 
@@ -212,6 +207,15 @@ def _decode_missing(
         answer = Answer(problem.problem_id, index, text, len(done.tokens), done.finished)
         writer.add(cell, answer)
         yield answer
+
+
+def _take(decoded: Iterator[Answer], score: bool, task: str, by_id: Mapping[str, Problem], cells, writer) -> None:
+    """Wait for all answers, scoring them on the way if wanted."""
+    for count, _ in enumerate(decoded, 1):
+        if score and count % SCORE_EVERY == 0:
+            _score(task, by_id, cells, writer)
+    if score:
+        _score(task, by_id, cells, writer)
 
 
 def score_records(records: str | Path) -> int:
