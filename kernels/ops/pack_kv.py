@@ -14,7 +14,7 @@ read-modify-write, whatever the order of the slots (which must differ from each 
 Roofline: a token of one layer of Ouro (4 loops, 16 heads, D = 128, INT2/4 g=32) is read once as 32 KiB of BF16 and
 written as 6.2 KiB; the 32 rotations of 128 x 128 FP16 are 1 MiB, read by all programs but once from memory.  At batch
 64 that is 3.5 MB, 0.8 us at 4.3 TB/s: a decode step sees the latency of one launch and of four dependent loops, not the
-traffic.  In a prefill the instructions (60 per value, 105 with a rotation) outweigh the traffic 4 to 6 times.
+traffic.  In a prefill the instructions, 60 per value and more with a rotation, outweigh the traffic: see NOTES.md.
 
 Codes depend on the last bit of every step before them, so the kernel fixes what a compiler may otherwise choose:
 no contraction into fused multiply-adds, IEEE division, and inner products summed in one order.
