@@ -14,7 +14,7 @@ read-modify-write, whatever the order of the slots (which must differ from each 
 Roofline: a token of one layer of Ouro (4 loops, 16 heads, D = 128, INT2/4 g=32) is read once as 32 KiB of BF16 and
 written as 6.2 KiB; the 32 rotations of 128 x 128 FP16 are 1 MiB, read by all programs but once from memory.  At batch
 64 that is 3.5 MB, 0.8 us at 4.3 TB/s: a decode step sees the latency of one launch and of four dependent loops, not the
-traffic.  In a prefill the instructions (60 per value, 105 with a rotation) outweigh the traffic 4 to 6 times.
+traffic.  In a prefill the instructions, 60 per value and more with a rotation, outweigh the traffic: see NOTES.md.
 
 Codes depend on the last bit of every step before them, so the kernel fixes what a compiler may otherwise choose:
 no contraction into fused multiply-adds, IEEE division, and inner products summed in one order.
@@ -78,11 +78,10 @@ def pack_kv_kernel(
     words, slots, k, v, k_matrix, v_matrix, k_means, sanitised, rotated, tokens,
     loop_stride, token_stride, head_stride, k_matrix_stride, v_matrix_stride,
     block_stride, page_head_stride, k_start, v_start,
-    PLAN: tl.constexpr, COEFFICIENT: tl.constexpr, CHAINED: tl.constexpr, S: tl.constexpr,
+    RUNS: tl.constexpr, LOOPS: tl.constexpr, COEFFICIENT: tl.constexpr, CHAINED: tl.constexpr, S: tl.constexpr,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_T: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
-    """One block of tokens of one head, K (program axis 2 at 0) or V (1), by the PLAN of :func:`coding_plan`."""
-    L: tl.constexpr = len(PLAN)
+    """One block of tokens of one head, K (program axis 2 at 0) or V (1), by the RUNS of :func:`coding_runs`."""
     head = tl.program_id(1).to(tl.int64)
     is_v = tl.program_id(2)
     channel = tl.arange(0, BLOCK_D)
@@ -91,11 +90,12 @@ def pack_kv_kernel(
     stored = slot >= 0
     inside = stored[:, None] & (channel < D)[None, :]
     t = slot % S
-    page = words + slot // S * block_stride + head * page_head_stride + tl.where(is_v > 0, v_start, k_start)
+    first_page = words + slot // S * block_stride + head * page_head_stride + tl.where(is_v > 0, v_start, k_start)
     x = k
     if is_v > 0:
         x = v
     x += token[:, None] * token_stride + head * head_stride + channel[None, :]
+    rotation = k_matrix
     if k_matrix is not None:
         matrix = k_matrix + head * k_matrix_stride
         if is_v > 0:
@@ -103,34 +103,58 @@ def pack_kv_kernel(
         rotation = _load_matrix(matrix, D, BLOCK_D, WARPS)
 
     reference = tl.zeros([BLOCK_T, BLOCK_D], tl.float32)
-    following = tl.load(x + PLAN[0][0] * loop_stride, mask=inside, other=0.0)
-    for i in tl.static_range(L):
-        z, changed = _sanitise(following)
-        if i + 1 < L:
-            following = tl.load(x + PLAN[i + 1][0] * loop_stride, mask=inside, other=0.0)
-        if sanitised is not None:
-            tl.atomic_add(sanitised, changed, mask=changed > 0)
-        if k_matrix is not None:
-            z = _rotate(z, rotation, WARPS)
-        if rotated is not None:
-            state = (((is_v * L + PLAN[i][0]) * tokens + token) * tl.num_programs(1) + head) * D
-            tl.store(rotated + state[:, None] + channel[None, :], z, mask=inside)
+    following = tl.load(x + RUNS[0][0] * loop_stride, mask=inside, other=0.0)
+    for r in tl.static_range(len(RUNS)):
+        if RUNS[r][4] and not CHAINED:
+            energy = _dot(reference, reference, D)
+        for j in range(RUNS[r][10]):
+            loop = RUNS[r][0] + j * RUNS[r][8]
+            page = first_page + j * RUNS[r][9]
+            z = _take(following, rotation, sanitised, WARPS)
+            upcoming = loop + RUNS[r][8]
+            if r + 1 < len(RUNS):
+                upcoming = tl.where(j + 1 < RUNS[r][10], upcoming, RUNS[r + 1][0])
+            more = inside & ((j + 1 < RUNS[r][10]) | (r + 1 < len(RUNS)))
+            following = tl.load(x + upcoming * loop_stride, mask=more, other=0.0)
+            if rotated is not None:
+                state = (((is_v * LOOPS + loop) * tokens + token) * tl.num_programs(1) + head) * D
+                tl.store(rotated + state[:, None] + channel[None, :], z, mask=inside)
+            prediction = tl.zeros_like(z)
+            if RUNS[r][4]:
+                if CHAINED:
+                    energy = _dot(reference, reference, D)
+                prediction = _predict(page, t, stored, z, reference, energy, RUNS[r][7], COEFFICIENT, D)
+            mean = _load_mean(k_means, loop, head, is_v, D, BLOCK_D)
+            value = prediction
+            if RUNS[r][1] > 0:
+                value = prediction + _code(page, t, stored, is_v, z - prediction - mean, RUNS, r, D)
+            if CHAINED or (r == 0 and RUNS[len(RUNS) - 1][4]):
+                reference = value + mean
 
-        prediction = tl.zeros_like(z)
-        if PLAN[i][4]:
-            if i == 1 or CHAINED:
-                energy = _dot(reference, reference, D)
-            prediction = _predict(page, t, stored, z, reference, energy, PLAN[i][7], COEFFICIENT, D)
-        if k_means is not None:
-            mean = k_means + (PLAN[i][0] * tl.num_programs(1) + head) * D + channel
-            mean = tl.load(mean, mask=(channel < D) & (is_v == 0), other=0.0)[None, :]
-        else:
-            mean = tl.zeros([1, BLOCK_D], tl.float32)
-        value = prediction
-        if PLAN[i][1] > 0:
-            value = prediction + _code(page, t, stored, is_v, z - prediction - mean, PLAN, i, D)
-        if i == 0 or CHAINED:
-            reference = value + mean
+
+@triton.jit
+def _take(x, rotation, sanitised, WARPS: tl.constexpr):
+    """Z of fp32, fp16 or bf16 states: NaN as 0, clamped to +-65504, counted, and rotated if there is a matrix."""
+    z = x.to(tl.float32)
+    changed = tl.sum(tl.where(tl.abs(z) <= 65504.0, 0, 1))
+    if changed > 0:  # hardly ever: a branch keeps the clamp out of every value's way
+        z = tl.minimum(tl.maximum(tl.where(z == z, z, 0.0), -65504.0), 65504.0)
+        if sanitised is not None:
+            tl.atomic_add(sanitised, changed)
+    if rotation is not None:
+        z = _rotate(z, rotation, WARPS)
+    return z
+
+
+@triton.jit
+def _load_mean(means, loop, head, is_v, D: tl.constexpr, W: tl.constexpr):
+    """The fixed means of a loop's keys, [1, W]; 0 for V, or without means."""
+    mean = tl.zeros([W], tl.float32)
+    if means is not None:
+        channel = tl.arange(0, W)
+        at = means + (loop * tl.num_programs(1) + head) * D + channel
+        mean = tl.load(at, mask=(channel < D) & (is_v == 0), other=0.0)
+    return mean[None, :]
 
 
 @triton.jit
@@ -168,21 +192,12 @@ def _predict(
 
 
 @triton.jit
-def _code(page, t, stored, is_v, residual, PLAN: tl.constexpr, i: tl.constexpr, D: tl.constexpr):
-    """The values that the codes of entry i of the plan stand for, after storing codes and metadata."""
-    codes, metadata, value = _quantize(residual, PLAN[i][1], PLAN[i][2], PLAN[i][3])
-    _store_codes(page, t, stored, codes, is_v, PLAN[i][5], PLAN[i][1], D)
-    _store_words(page, t, stored, metadata, 0, PLAN[i][6], D // PLAN[i][2])
+def _code(page, t, stored, is_v, residual, RUNS: tl.constexpr, r: tl.constexpr, D: tl.constexpr):
+    """The values that a loop's codes stand for, after storing codes and metadata; it belongs to run r."""
+    codes, metadata, value = _quantize(residual, RUNS[r][1], RUNS[r][2], RUNS[r][3])
+    _store_codes(page, t, stored, codes, is_v, RUNS[r][5], RUNS[r][1], D)
+    _store_words(page, t, stored, metadata, 0, RUNS[r][6], D // RUNS[r][2])
     return value
-
-
-@triton.jit
-def _sanitise(x):
-    """fp32 x with NaN as 0 and values within +-65504, and how many values that changed."""
-    x = x.to(tl.float32)
-    clean = tl.where(x == x, x, 0.0)
-    clean = tl.minimum(tl.maximum(clean, -65504.0), 65504.0)
-    return clean, tl.sum(tl.sum((clean != x).to(tl.int32), 1), 0)
 
 
 @triton.jit
@@ -369,7 +384,8 @@ def pack_kv(
         words, slots, k, v, k_matrix, v_matrix, k_means, sanitised, rotated, tokens,
         *k.stride()[:3], head_stride(k_matrix), head_stride(v_matrix),
         *words.stride()[:2], *(layout.planes_of(kv, group)[0].offset // 2 for kv in "kv"),
-        PLAN=coding_plan(layout), COEFFICIENT=cfg.coefficient, CHAINED=cfg.reference in ("previous", "next"),
+        RUNS=coding_runs(layout), LOOPS=cfg.loops, COEFFICIENT=cfg.coefficient,
+        CHAINED=cfg.reference in ("previous", "next"),
         S=layout.page_tokens, D=head_dim, BLOCK_D=width, BLOCK_T=block_t, WARPS=width // WARP_CHANNELS,
         num_warps=width // WARP_CHANNELS, enable_fp_fusion=False,
     )  # fmt: skip
@@ -388,6 +404,25 @@ def coding_plan(layout: PageLayout) -> tuple[tuple, ...]:
         starts = (first.get((loop, kind), 0) for kind in ("codes", "metadata", "alpha"))
         plan.append((loop, bits, cfg.group_sizes[loop] or 0, clip, cfg.reference_of(loop) is not None, *starts))
     return tuple(plan)
+
+
+def coding_runs(layout: PageLayout) -> tuple[tuple, ...]:
+    """The coding plan with like loops together: each run is the entry of its first loop, then the step from loop to
+    loop, the step from word to word of every plane, and how many loops.
+
+    The kernel loops over a run instead of repeating its code, which would outgrow the instruction cache.
+    """
+    runs: list[tuple] = []
+    for entry in coding_plan(layout):
+        if runs:
+            *first, step, word_step, count = runs[-1]
+            plane = 5 if entry[1] else 7  # like loops have like planes, one loop after another
+            steps = (entry[0] - first[0], entry[plane] - first[plane])
+            if first[1:5] == [*entry[1:5]] and (count == 1 or steps == (count * step, count * word_step)):
+                runs[-1] = (*first, steps[0] // count, steps[1] // count, count + 1)
+                continue
+        runs.append((*entry, 0, 0, 1))
+    return tuple(runs)
 
 
 def head_stride(matrix: Tensor | None) -> int:

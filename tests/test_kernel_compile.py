@@ -1,0 +1,72 @@
+"""The Triton kernels compile for GPUs that are not here: what the interpreter accepts, the compiler may not.
+
+Triton decides at import whether it interprets or compiles, so each kernel is compiled by a fresh process.
+"""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+triton = pytest.importorskip("triton")
+
+COMPILE = """
+import triton
+from triton.backends.compiler import GPUTarget
+from residualquant import KVQuantConfig
+from residualquant.kernels import pack_kv, prefill_attention
+from residualquant.layout import PageLayout
+
+def assembly(kernel, arch, pointers, constants, **options):
+    names = kernel.arg_names
+    signature = {name: "constexpr" if name in constants else pointers.get(name, "i32") for name in names}
+    values = {(i,): constants[name] for i, name in enumerate(names) if name in constants}
+    source = triton.compiler.ASTSource(kernel, signature=signature, constexprs=values)
+    return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options).asm["ptx"]
+
+def writer(arch, rotated, head_dim, **config):
+    layout = PageLayout(KVQuantConfig(**config), head_dim)
+    pointers = dict(words="*i16", slots="*i64", k="*bf16", v="*bf16", k_matrix="*fp16", v_matrix="*fp16",
+                    k_means="*fp32", sanitised="*i32", rotated="*fp32")
+    width = triton.next_power_of_2(head_dim)
+    warps = width // pack_kv.WARP_CHANNELS
+    constants = dict(RUNS=pack_kv.coding_runs(layout), LOOPS=layout.config.loops, S=16, D=head_dim, BLOCK_D=width,
+                     COEFFICIENT=layout.config.coefficient, CHAINED=layout.config.reference in ("previous", "next"),
+                     BLOCK_T=16, WARPS=warps)
+    if not rotated:
+        constants |= dict.fromkeys(("k_matrix", "v_matrix", "k_means", "sanitised", "rotated"))
+    options = dict(num_warps=warps, enable_fp_fusion=False)
+    return assembly(pack_kv.pack_kv_kernel, arch, pointers, constants, **options)
+
+def prefill(arch, head_dim, loop, **config):
+    layout = PageLayout(KVQuantConfig(**config), head_dim)
+    pointers = dict.fromkeys(("out", "q", "k", "v"), "*bf16") | dict.fromkeys(("k_matrix", "v_matrix"), "*fp16")
+    pointers |= dict.fromkeys(("block_table", "query_start", "seq_lens"), "*i32")
+    pointers |= dict(words="*i16", k_means="*fp32", scale="fp32")
+    constants = dict(CHAIN=prefill_attention._chain(layout, loop), ALPHA=True, R=2, S=16, D=head_dim,
+                     BLOCK_D=triton.next_power_of_2(head_dim), BLOCK_M=32, BLOCK_N=16)
+    return assembly(prefill_attention.prefill_attention_kernel, arch, pointers, constants, num_warps=4)
+
+print(EXPRESSION)
+"""
+
+KERNELS = {
+    "writer, last, rotated": "writer(90, True, 64, bits=(2, 2, 4), rotation='optr_h')",
+    "writer, chained, D = 96": "writer(120, False, 96, bits=(3, 1, 0, 8), reference='next', coefficient='norm_ratio')",
+    "writer, direct": "writer(90, False, 64, bits=(2, 4), reference='direct')",
+    "prefill, last, rotated": "prefill(90, 64, 0, bits=(2, 4), rotation='optr_h')",
+    "prefill, chained, 3 bits": "prefill(120, 64, 1, bits=(4, 3), group_size=16, reference='previous')",
+}
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_it_compiles(name):
+    run = subprocess.run(
+        [sys.executable, "-c", COMPILE.replace("EXPRESSION", KERNELS[name])],
+        env=os.environ | {"TRITON_INTERPRET": "0"}, capture_output=True, text=True,
+    )  # fmt: skip
+    assert run.returncode == 0, run.stderr[-2000:]
+    assert ".visible .entry" in run.stdout
+    if name.startswith("writer"):  # either would round some codes otherwise than the reference
+        assert "fma.rn.f32" not in run.stdout and "div.full.f32" not in run.stdout
