@@ -4,7 +4,7 @@
 .DEFAULT_GOAL := help
 .PHONY: help setup test lint reproduce cells collect tables figures report claims storage \
         table1 table2 table3 table4 table5 table8 table9 figure1_left figure2 figure3_middle figure3_right figure5 \
-        lab readme bench-cpu train lock wheel clean distclean
+        lab readme kernels bench-cpu bench-gpu train lock wheel clean distclean
 
 PROFILE ?= mini
 PYTHON ?= python3
@@ -87,18 +87,32 @@ report: $(READY)  ## One self-contained HTML page with every table and figure, t
 lab: $(READY)  ## Open the notebooks in JupyterLab (ARGS="--no-browser" and so on are handed on)
 	$(ENV)/bin/jupyter lab notebooks $(ARGS)
 
-# Two runs per model, the second on harder problems; what a run is not told is its default.
+# Two runs per model, the second on harder problems or more tasks; what a run is not told is its default.
 FIRST := data/runs/train/first
 SECOND := --level-weights 0 0 1 2 2 2 3 3 --steps 2400 --max-seconds 185 --tokens 384 --learning-rate 1e-3 --warmup 100 --seed 1
 
-train: $(READY)  ## Train both minis as the shipped ones were, into data/runs/train (20 minutes on one GPU)
+HUGINN := --architecture huginn --loops 32 --steps 20000
+
+train: $(READY)  ## Train the minis as the shipped ones were, into data/runs/train (half an hour on one GPU)
 	$(RUN) train --model mini-ouro-maths --tasks words algebra --out $(FIRST)
 	$(RUN) train --model mini-ouro-maths --tasks words algebra --init $(FIRST)/mini-ouro-maths $(SECOND)
 	$(RUN) train --model mini-ouro-code --tasks stubs asserts --out $(FIRST)
 	$(RUN) train --model mini-ouro-code --tasks stubs asserts --init $(FIRST)/mini-ouro-code $(SECOND)
+	$(RUN) train --model mini-huginn-maths --tasks words algebra --out $(FIRST) $(HUGINN) --max-seconds 545 \
+		--hidden-size 288 --heads 3 --head-dim 96 --layers 2 --rope-theta 50000 --level-weights 1 2 3 2 \
+		--batch 192 --tokens 256 --learning-rate 2e-3 --warmup 400
+	$(RUN) train --model mini-huginn --tasks words algebra stubs asserts --init $(FIRST)/mini-huginn-maths --new-tokenizer \
+		$(HUGINN) --max-seconds 225 --recurrences 10 16 --level-weights 1 2 3 3 2 2 --batch 128 --tokens 400 \
+		--learning-rate 1.5e-3 --seed 1
 
 bench-cpu: $(READY)  ## Encode and decode throughput and peak memory on this CPU
 	$(PY) -m residualquant.bench.cpu
+
+kernels: $(READY)  ## Compile the CUDA kernels ahead of time, for the GPU here (ARCH="sm_90 sm_120": for those)
+	$(PY) -m residualquant.kernels.build $(ARCH)
+
+bench-gpu: $(READY)  ## Decode attention over packed pages beside BF16 on this GPU (ARGS=--quick: in a minute)
+	$(PY) -m residualquant.bench.kernels $(ARGS)
 
 readme: $(READY)  ## Fill README's generated blocks from the committed records
 	$(PY) -m residualquant.repro.readme

@@ -455,7 +455,7 @@ def info() -> None:
 def train() -> None:
     """Train one small model on the procedural tasks (one GPU, minutes).
 
-    The defaults are the first of the two runs behind mini-ouro-maths; `make train` does all four of both minis.
+    The defaults are the first of the two runs behind mini-ouro-maths; `make train` does all six of the three minis.
     """
 
 

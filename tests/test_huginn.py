@@ -11,9 +11,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from residualquant.errors import ResidualQuantError
+from residualquant.evals.tasks import problems
 from residualquant.models import Huginn, HuginnConfig, KVShape, load_model, save_model
 from residualquant.models.base import EDGE
 from residualquant.models.huginn import truncated_normal
+from residualquant.models.loading import model_folder
 
 TINY = HuginnConfig(
     n_embd=32,
@@ -270,6 +272,19 @@ def test_unusable_configuration_is_refused_in_one_sentence(folder, values, sente
     file.write_text(json.dumps(json.loads(file.read_text()) | values))
     with pytest.raises(ResidualQuantError, match=sentence):
         load_model(str(folder), device="cpu")
+
+
+def test_the_shipped_mini_solves_problems_and_its_state_converges():
+    model = load_model("mini-huginn", device="cpu")
+    assert model.kv_shape == KVShape(32, 2, 3, 96) and model.edge_shape == KVShape(1, 2, 3, 96)
+    assert (model_folder("mini-huginn") / "model.safetensors").stat().st_size <= 8 << 20
+    (problem,) = problems("words", 1, level=2)
+    prompt, solution = (model.tokenizer.encode(text).ids for text in (problem.prompt, problem.solution))
+    ids = torch.tensor([prompt + solution])
+    logits = model(ids[:, :-1]).logits[0, len(prompt) - 1 :]
+    assert logits.argmax(-1).tolist() == solution
+    shallow = model(ids[:, :-1], loops=16).logits[0, len(prompt) - 1 :]
+    torch.testing.assert_close(shallow, logits, rtol=0, atol=1e-2)
 
 
 @pytest.mark.gpu

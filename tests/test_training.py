@@ -60,21 +60,20 @@ def test_shipped_tokenizers_are_those_that_training_builds():
 def test_make_train_runs_what_made_the_shipped_models():
     root = Path(__file__).resolve().parents[1]
     shown = subprocess.run(["make", "-n", "train"], cwd=root, capture_output=True, text=True, check=True).stdout
-    commands = [shlex.split(line.split(" train ", 1)[1]) for line in shown.splitlines() if ".cli train " in line]
-    assert len(commands) == 4
-    for number, command in enumerate(commands):
-        config = tyro.cli(TrainConfig, args=command, config=(tyro.conf.OmitArgPrefixes,))
-        folder = model_folder(config.model)
-        assert config.out.is_relative_to("data/runs/train")  # never over the shipped ones
-        settings = json.loads(json.dumps(dataclasses.asdict(TrainConfig()), default=str))  # for settings added since
-        file = "train_config.json" if number % 2 else "train_config_before.json"
-        settings |= json.loads((folder / file).read_text())
-        asked = json.loads(json.dumps(dataclasses.asdict(config), default=str))
-        if number % 2:
-            before = tyro.cli(TrainConfig, args=commands[number - 1], config=(tyro.conf.OmitArgPrefixes,))
-            assert config.init == before.out / before.model
-            asked["init"] = config.init.name
-        assert {k: v for k, v in asked.items() if k != "out"} == {k: v for k, v in settings.items() if k != "out"}
+    lines = shown.replace("\\\n", " ").splitlines()
+    commands = [shlex.split(line.split(" train ", 1)[1]) for line in lines if ".cli train " in line]
+    runs = [tyro.cli(TrainConfig, args=command, config=(tyro.conf.OmitArgPrefixes,)) for command in commands]
+    assert [run.model for run in runs[1::2]] == ["mini-ouro-maths", "mini-ouro-code", "mini-huginn"]
+    for first, second in zip(runs[::2], runs[1::2], strict=True):
+        assert second.init == first.out / first.model
+        folder = model_folder(second.model)
+        for run, file in ((first, "train_config_before.json"), (second, "train_config.json")):
+            assert run.out.is_relative_to("data/runs/train")  # never over the shipped ones
+            asked = dataclasses.replace(run, init=run.init and run.init.name, out=TrainConfig.out)
+            settings = dataclasses.asdict(TrainConfig()) | json.loads((folder / file).read_text())
+            assert json.loads(json.dumps(dataclasses.asdict(asked), default=str)) == json.loads(
+                json.dumps(settings, default=str)
+            )
 
 
 def test_training_stream_is_deterministic_and_free_of_test_prompts():

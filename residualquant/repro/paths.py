@@ -90,9 +90,14 @@ def models_dir() -> Path:
     return _shipped("data", "models")
 
 
+def kernels_dir() -> Path:
+    """``build/kernels``: compiled CUDA kernels (not committed)."""
+    return workspace() / "build" / "kernels"
+
+
 def paper_dir() -> Path:
-    """``data/paper``: the numbers printed in the paper."""
-    return _shipped("data", "paper")
+    """``data/paper``: the numbers printed in the paper. (The profile of that name makes a folder there, too.)"""
+    return _shipped("data", "paper", "table2.csv").parent
 
 
 def notebooks_dir() -> Path:
