@@ -108,7 +108,7 @@ def test_parts_scored_later_give_what_one_run_gives(home, monkeypatch):
             cells.compute_cells(TINY, part=(i, 3), score=False, progress=False)
     learnt = [(name, config) for name, *configs in calibrated for config in configs]
     assert len({config for name, config in learnt if name == "mini-ouro-maths"}) == 39
-    with pytest.raises(ResidualQuantError, match="holds 0 of 4 answers for algebra, BF16; `make reproduce"):
+    with pytest.raises(ResidualQuantError, match=r"no cell of table2, .* is measured; `make reproduce PROFILE=tiny`"):
         cells.read_cells(dataclasses.replace(TINY, problems={"ouro": {"algebra": N + 2}}))
     said = list(cells.collect_cells(TINY))
     assert answers(paths.records_dir("tiny")) == whole
@@ -131,5 +131,20 @@ def test_a_part_replaces_older_cells(home, monkeypatch):
 def test_one_label_computes_its_own_cells_only(home):
     cells.compute_cells(TINY, ["table8"], progress=False)
     assert len(cells.read_cells(TINY, ["table8"])) == 15  # with the direct baselines, which Table 2 has
-    with pytest.raises(ResidualQuantError, match="`make reproduce PROFILE=tiny` computes the rest"):
-        cells.read_cells(TINY, ["table2"])
+    assert cells.coverage(TINY, ["table8"]) == ""
+    assert len(cells.read_cells(TINY, ["table2"])) == 7  # those that both labels show
+    assert cells.coverage(TINY, ["table2"]) == "7 of 51 cells measured; `make reproduce PROFILE=tiny` computes the rest"
+    with pytest.raises(ResidualQuantError, match="no cell of table9 is measured; `make reproduce PROFILE=tiny`"):
+        cells.read_cells(TINY, ["table9"])
+
+
+def test_a_cell_counts_once_it_has_all_answers_and_scores(home):
+    tiny = dataclasses.replace(TINY, problems={"huginn": {"words": N}})
+    cells.compute_cells(tiny, score=False, progress=False)
+    with pytest.raises(ResidualQuantError, match="no cell of table8 is measured"):
+        cells.read_cells(tiny, ["table8"])
+    list(cells.collect_cells(tiny))
+    assert cells.coverage(tiny) == ""
+    more = dataclasses.replace(tiny, problems={"huginn": {"words": N + 1}}, elsewhere=None)
+    with pytest.raises(ResidualQuantError, match="no cell of table8 is measured"):
+        cells.read_cells(more, ["table8"])

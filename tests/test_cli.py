@@ -14,7 +14,7 @@ from residualquant import cli
 from residualquant.config import preset
 from residualquant.models import Huginn, HuginnConfig, Ouro, OuroConfig
 from residualquant.repro import paths
-from residualquant.repro.records import read_records
+from residualquant.repro.records import list_records, read_records
 from residualquant.repro.run import marker_path, run_lock
 from residualquant.rotation import calibration
 
@@ -78,7 +78,7 @@ def test_bits_lists_every_label_when_none_is_given(capsys):
         (("tables", "--profile", "mni"), "unknown profile 'mni'; known: smoke, mini, full, paper"),
         (("reproduce", "--profile", "paper"), "'paper' cannot run here, it lacks:"),
         (("figures", "--only", "figure99"), "no figure 'figure99'"),
-        (("tables", "--profile", "paper", "--only", "table2"), "answers for gsm8k, BF16; `make reproduce"),
+        (("tables", "--profile", "paper", "--only", "table2"), "no cell of table2 is measured; `make reproduce"),
         (("eval", "--task", "words", "--model", "nobody"), "no model 'nobody'"),
         (("eval", "--task", "words", "--n", "0"), "n must be at least 1, got 0"),
         (("inspect", "--task", "wrods"), "unknown task 'wrods'; known: words"),
@@ -275,8 +275,13 @@ def test_a_refused_eval_writes_nothing(capsys, home, tiny_model, options):
     assert not list(home.rglob("*"))
 
 
+def test_the_paper_profile_leaves_the_papers_numbers_alone(capsys, home):
+    assert call(capsys, "tables", "--profile", "paper", "--only", "storage")[1] == "data/paper_models/storage.csv\n"
+    assert not paths.paper_dir().is_relative_to(home)
+
+
 def test_tables_find_the_shipped_records_after_another_table_was_written(capsys, home):
     assert call(capsys, "tables", "--only", "storage")[0] == 0
-    code, out, err = call(capsys, "tables", "--only", "table2")
-    assert (code, out) == (0, "data/mini/table2.csv\n"), err
+    folder = paths.shipped_records_dir("mini")
+    assert list_records(folder) and not folder.is_relative_to(home)
     assert call(capsys, "figures", "--only", "figure2")[0] == 0

@@ -12,7 +12,7 @@ from test_plots import keep_analyses
 
 from residualquant.config import preset
 from residualquant.errors import ResidualQuantError
-from residualquant.repro import cells, layouts, paper, paths, profiles, records, stats, tables, verdicts
+from residualquant.repro import cells, layouts, markup, paper, paths, profiles, records, stats, tables, verdicts
 from residualquant.repro.labels import BF16, LABELS, direct_of
 from residualquant.repro.profiles import PROFILES, Profile, profile_of
 
@@ -127,6 +127,23 @@ def test_what_a_profile_does_not_measure_is_left_open(home):
     assert tables.table("table9", PARTLY).accuracy_pct.isna().all()
 
 
+def test_what_the_records_lack_is_left_open_and_counted(home):
+    larger = dataclasses.replace(TINY, problems=TINY.problems | {"huginn": dict.fromkeys(TASKS, N + 1)})
+    table = tables.table("table2", larger)
+    assert table.attrs["note"] == "68 of 136 cells measured; `make reproduce PROFILE=tiny` computes the rest"
+    assert table.accuracy_pct.notna().sum() == 68
+    for laid_out in (layouts.summary("table2", table), layouts.compare(table)):
+        assert laid_out.attrs["note"] in markup.show(laid_out)._repr_html_()
+    assert tables.table("table4", larger).attrs["note"] == ""
+    mean = tables.table("table2_mean", larger)
+    assert (mean.accuracy_pct.notna() == (mean.model == "ouro")).all()
+    whole = verdicts.whole_claims(verdicts.claims(larger)).set_index("claim")
+    assert set(whole.loc[["1", "2", "8", "9"]].verdict) == {"not measured"}
+    assert whole.loc["2"].comparisons.startswith("68 of 136 cells measured")
+    assert whole.loc["4a"].comparisons == "0 of 3 comparisons reproduced, 0 refuted, 2 not measured"
+    assert whole.loc["5"].verdict != "not measured"
+
+
 # ------------------------------------------------------------------------------------------------ claims
 
 
@@ -212,7 +229,7 @@ def test_summaries_have_the_papers_layout(home):
 
 def test_missing_answers_are_one_sentence(home):
     more = dataclasses.replace(TINY, problems={"ouro": {"words": N + 1}})
-    with pytest.raises(ResidualQuantError, match=r"holds 0 of 7 answers for words, BF16; `make reproduce"):
+    with pytest.raises(ResidualQuantError, match=r"no cell of table2 is measured; `make reproduce PROFILE=tiny`"):
         tables.table("table2", more)
     with pytest.raises(ValueError, match="no table 'tabel2'; known: storage, table1"):
         tables.table("tabel2", TINY)

@@ -13,7 +13,7 @@ from pathlib import Path
 from residualquant.config import KVQuantConfig
 from residualquant.errors import ResidualQuantError
 from residualquant.repro import paths
-from residualquant.repro.labels import LABELS, name_of
+from residualquant.repro.labels import LABELS
 from residualquant.repro.profiles import Place, Plan, Profile, profile_of
 from residualquant.repro.records import Cell, Records, Writer, list_records, read_records
 
@@ -26,32 +26,46 @@ def records_name(profile: Profile, place: Place) -> str:
 
 
 def read_cells(profile: str | Profile, labels: Iterable[str] = LABELS) -> Cells:
-    """{(family, task, configuration): cell} of all that ``labels`` show, from the records, running no model.
+    """{(family, task, configuration): cell} of what ``labels`` show, from the records, running no model.
+
+    A cell without all its answers and scores is left out; :func:`coverage` says how many are.
 
     Raises:
-        ResidualQuantError: answers are missing, or a record line is damaged.
+        ResidualQuantError: not one of the cells is there, or a record line is damaged.
     """
     profile = profile_of(profile)
-    found: Cells = {}
-    for place, wanted in profile.cells_of(labels).items():
+    labels, found = list(labels), {}
+    plan = profile.cells_of(labels)
+    for place, wanted in plan.items():
         records = read_records(paths.shipped_records_dir(profile.name) / records_name(profile, place))
         for config, n in wanted.items():
-            found[*place, config] = _complete(records, profile, place, config, n)
+            if cell := _complete(records, profile, place, config, n):
+                found[*place, config] = cell
+    if plan and not found:
+        raise ResidualQuantError(f"no cell of {', '.join(labels)} is measured; {_remedy(profile)} computes them")
     return found
 
 
-def _complete(records: Records, profile: Profile, place: Place, config: KVQuantConfig, n: int) -> Cell:
-    """The newest cell asked for (there can be one per calibration of its rotations)."""
+def _complete(records: Records, profile: Profile, place: Place, config: KVQuantConfig, n: int) -> Cell | None:
+    """The newest complete cell asked for (there can be one per calibration of its rotations)."""
     asked = {"task": place[1], "n": n, "seed": profile.seed, "kv": config.to_dict()}
     matching = (c for c in records.cells.values() if all(c.identity.get(name) == v for name, v in asked.items()))
-    cell = max(matching, key=lambda cell: cell.provenance["date"], default=None)
-    if cell is None or not cell.is_complete:
-        done = len(cell.correct) if cell else 0
-        raise ResidualQuantError(
-            f"{paths.show(records.path)} holds {done} of {n} answers for {place[1]}, {name_of(config)}; "
-            f"`make reproduce PROFILE={profile.name}` computes the rest"
-        )
-    return cell
+    return max((c for c in matching if c.is_complete), key=lambda c: c.provenance["date"], default=None)
+
+
+def coverage(profile: str | Profile, labels: Iterable[str] = LABELS) -> str:
+    """"30 of 73 cells measured; …" where the records lack cells of ``labels``, else nothing.
+
+    Raises:
+        ResidualQuantError: as for :func:`read_cells`.
+    """
+    profile, labels = profile_of(profile), list(labels)
+    there, wanted = len(read_cells(profile, labels)), sum(map(len, profile.cells_of(labels).values()))
+    return "" if there == wanted else f"{there} of {wanted} cells measured; {_remedy(profile)} computes the rest"
+
+
+def _remedy(profile: Profile) -> str:
+    return f"`make reproduce PROFILE={profile.name}`"
 
 
 # ------------------------------------------------------------------------------------------------ compute

@@ -115,7 +115,9 @@ def summary(label: str, table: pd.DataFrame, mean: pd.DataFrame | None = None) -
         names = {title: row[key] for key, title in rows.items()}
         line = laid_out.setdefault(tuple(names.values()), names)
         line[row[column]] = f"{_one_decimal(row['accuracy_pct'])} ({_one_decimal(row['paper_pct'])})"
-    return _baseline_first(pd.DataFrame(list(laid_out.values()))).fillna("")
+    made = _baseline_first(pd.DataFrame(list(laid_out.values()))).fillna("")
+    made.attrs = table.attrs
+    return made
 
 
 def _baseline_first(laid_out: pd.DataFrame) -> pd.DataFrame:
@@ -156,7 +158,9 @@ def compare(table: pd.DataFrame) -> pd.DataFrame:
                 "Verdict": _verdict(row, direct.get(tuple(row[k] for k in key))),
             }
         )
-    return pd.DataFrame(rows)
+    made = pd.DataFrame(rows)
+    made.attrs = table.attrs
+    return made
 
 
 def _group_size(row: pd.Series) -> str:

@@ -41,8 +41,12 @@ class Shown:
 
 
 def show(table: pd.DataFrame, columns: list[str] | None = None) -> Shown:
-    """``table`` for a notebook: every row, the named columns (all when None), numbers rounded, verdicts coloured."""
-    return Shown(table_html(table if columns is None else table[columns]))
+    """``table`` for a notebook: every row, the named columns (all when None), numbers rounded, verdicts coloured.
+
+    What ``attrs["note"]`` says stands below it.
+    """
+    note = f"<p>{html.escape(text)}</p>" if (text := table.attrs.get("note")) else ""
+    return Shown(table_html(table if columns is None else table[columns]) + note)
 
 
 def cell_text(value: Any, column: str) -> str:

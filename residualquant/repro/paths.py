@@ -35,9 +35,14 @@ def _shipped(*parts: str) -> Path:
     return mine
 
 
+def _name(profile: str) -> str:
+    """Folder name of a profile; ``data/paper`` is taken by the paper's own numbers."""
+    return "paper_models" if profile == "paper" else profile
+
+
 def data_dir(profile: str) -> Path:
-    """``data/<profile>``: the CSVs and records of one profile."""
-    return workspace() / "data" / profile
+    """``data/<profile>``: the CSVs and records of one profile (``data/paper_models`` for the profile "paper")."""
+    return workspace() / "data" / _name(profile)
 
 
 def records_dir(profile: str) -> Path:
@@ -52,12 +57,12 @@ def committed_dir(profile: str) -> Path:
 
 def shipped_data_dir(profile: str, *parts: str) -> Path:
     """``data/<profile>``, or a file in it, as shipped: the workspace's, or the copy inside an installed wheel."""
-    return _shipped("data", profile, *parts)
+    return _shipped("data", _name(profile), *parts)
 
 
 def shipped_records_dir(profile: str) -> Path:
     """``data/<profile>/records`` as shipped: the workspace's own once it has any, whatever else lies beside them."""
-    return _shipped("data", profile, "records")
+    return _shipped("data", _name(profile), "records")
 
 
 def figures_dir(profile: str) -> Path:

@@ -15,6 +15,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from residualquant.errors import ResidualQuantError
+
 if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.axes import Axes
@@ -216,12 +218,17 @@ def draw_pareto(table_mean: pd.DataFrame) -> Picture:
 
     Args:
         table_mean: the rows of ``table2_mean.csv``.
+
+    Raises:
+        ResidualQuantError: no mean is measured.
     """
     from matplotlib.lines import Line2D
 
     from residualquant.repro.layouts import with_words
 
     points = with_words(table_mean)
+    if points["accuracy_pct"].isna().all():
+        raise ResidualQuantError("no mean of Table 2 can be drawn: none has all of its tasks measured")
     with house_style():
         figure = new_figure(TEXT, 4.6)
         axes = figure.subplots(2, 2, sharey="row", sharex=True)

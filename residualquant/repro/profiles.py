@@ -158,7 +158,7 @@ PROFILES = {
     for p in (
         Profile(
             "smoke",
-            {"ouro": _sizes(8, 8), "huginn": _sizes(4, 4)},
+            {"ouro": _sizes(8, 8), "huginn": _sizes(2, 2)},
             only=_smoke_cells(),
             calibration={"fit": 2, "holdout": 2, "steps": 2},
             texts=4,

@@ -27,13 +27,12 @@ def accuracy_block(label: str) -> str:
     from residualquant.repro.layouts import markdown, summary
     from residualquant.repro.tables import table
 
-    return _of_each(
-        (COMMITTED[-1], *COMMITTED[:-1]),
-        lambda profile: markdown(
-            summary(label, table(label, profile), table("table2_mean", profile) if label == "table2" else None)
-        ),
-        once=True,
-    )
+    def of(profile: str) -> str:
+        found = table(label, profile)
+        mean = table("table2_mean", profile) if label == "table2" else None
+        return f"{found.attrs['note']}\n\n{markdown(summary(label, found, mean))}".strip()
+
+    return _of_each((COMMITTED[-1], *COMMITTED[:-1]), of, once=True)
 
 
 def analysis_block(label: str) -> str:
@@ -94,7 +93,8 @@ def gap_block() -> str:
 
 def _against_bf16(accuracy: pd.Series) -> list[str]:
     bf16, *others = (float(accuracy[key]) for key in _ENDS.values())
-    return [f"{bf16:.1f}", *(f"{value:.1f} ({value - bf16:+.1f})" for value in others)]
+    shown = [f"{bf16:.1f}", *(f"{value:.1f} ({value - bf16:+.1f})" for value in others)]
+    return [text if value == value else "–" for text, value in zip(shown, (bf16, *others))]
 
 
 def profiles_block() -> str:

@@ -80,7 +80,8 @@ def _accuracy(s: Section, profile: Profile) -> list[Card]:
     found = table(s.label, profile)
     mean = table("table2_mean", profile) if s.label == "table2" else None
     sizes = ", ".join(map(str, sorted({int(n) for n in found["n"].dropna()}))) or "none here"
-    s.table(table_html(summary(s.label, found, mean)), f"Accuracy in percent, the paper's in brackets. n: {sizes}.")
+    note = f"Accuracy in percent, the paper's in brackets. n: {sizes}. {found.attrs['note']}"
+    s.table(table_html(summary(s.label, found, mean)), note)
     s.picture(s.label, profile.name)
     s.folded("Every cell: Paper, Ours, Δ, n, interval, verdict", table_html(compare(found), new_block="Task"))
     if mean is None:

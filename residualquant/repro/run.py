@@ -23,7 +23,8 @@ from pathlib import Path
 
 from residualquant.errors import ResidualQuantError
 from residualquant.repro import paths
-from residualquant.repro.cells import compute_cells
+from residualquant.repro.cells import compute_cells, coverage
+from residualquant.repro.labels import LABELS
 from residualquant.repro.profiles import Profile, profile_of
 from residualquant.repro.provenance import is_committed, package_hash
 from residualquant.repro.records import Lock, Records, list_records
@@ -169,7 +170,12 @@ def make_tables(
     from residualquant.repro.tables import TABLES, table
 
     name = profile_of(profile).name
-    _make(labels, TABLES, "table", lambda label: table(label, name, compute), paths.data_dir(name), ".csv", log)
+
+    def make(label: str) -> Path:
+        table(label, name, compute)
+        return paths.data_dir(name) / f"{label}.csv"
+
+    _make_each("table", labels, TABLES, make, name, log)
 
 
 def make_figures(profile: str | Profile = "mini", labels: Sequence[str] = (), log: Log = print) -> None:
@@ -182,28 +188,33 @@ def make_figures(profile: str | Profile = "mini", labels: Sequence[str] = (), lo
     from residualquant.repro.figures import FIGURES, figure
 
     name = profile_of(profile).name
-    _make(labels, FIGURES, "figure", lambda label: figure(label, name), paths.figures_dir(name), ".png", log)
+
+    def make(label: str) -> Path:
+        figure(label, name)
+        return paths.figures_dir(name) / f"{label}.png"
+
+    _make_each("figure", labels, FIGURES, make, name, log)
 
 
-def _make(
-    labels: Sequence[str],
-    known: Iterable[str],
-    kind: str,
-    make: Callable[[str], object],
-    folder: Path,
-    suffix: str,
-    log: Log,
+_READS = {label: (label,) for label in LABELS} | {"table2_mean": ("table2",), "pareto": ("table2",), "claims": LABELS}
+
+
+def _make_each(
+    kind: str, labels: Sequence[str], known: Iterable[str], make: Callable[[str], Path], profile: str, log: Log
 ) -> None:
+    """Make one label after the other; a line for each, with how many of its cells are not measured."""
     if unknown := [label for label in labels if label not in known]:
         raise ValueError(f"no {kind} {unknown[0]!r}; known: {', '.join(known)}")
     for label in labels or known:
         try:
-            make(label)
-            log(paths.show(folder / f"{label}{suffix}"))
+            path = make(label)
+            note = coverage(profile, _READS[label]) if label in _READS else ""
         except ResidualQuantError as error:
             if labels:
                 raise
             log(f"{kind} {label} left out: {error}")
+            continue
+        log(paths.show(path) + (f" ({note})" if note else ""))
 
 
 # ------------------------------------------------------------------------------------ compare with committed

@@ -1,7 +1,8 @@
 """Tables of measured accuracy: one row per line of the paper's table, a DataFrame and a CSV under ``data/<profile>/``.
 
 ``table(label, profile, compute)`` makes any of them: with ``compute`` the answers that are missing are computed first,
-without it the records are read and no model runs. Rows that a profile does not measure hold NaN.
+without it the records are read and no model runs. Rows that are not measured hold NaN, and ``attrs["note"]`` says how
+many are not although the profile has them.
 
 Columns: model, benchmark (our task, or the paper's benchmark), stands_for, config, bits_per_loop, group_size,
 reference, coefficient, rotation, effective_bits (App. A.3: of the loops), model_bits (with the layers that are not
@@ -21,7 +22,7 @@ from residualquant.config import KVQuantConfig
 from residualquant.layout import model_effective_bits
 from residualquant.models.base import KVShape
 from residualquant.repro import paths
-from residualquant.repro.cells import Cells, compute_cells, read_cells
+from residualquant.repro.cells import Cells, compute_cells, coverage, read_cells
 from residualquant.repro.labels import BF16, FAMILIES, LABELS, Line, direct_of, lines
 from residualquant.repro.profiles import Place, Profile, profile_of
 from residualquant.repro.records import Cell
@@ -39,7 +40,7 @@ def accuracy_table(label: str, profile: str | Profile = "mini", compute: bool = 
 
     Raises:
         ValueError: not one of ``LABELS``.
-        ResidualQuantError: answers are missing and ``compute`` is False, or they cannot be computed here.
+        ResidualQuantError: none of its cells is measured, or (with ``compute``) they cannot be computed here.
     """
     profile, wanted = profile_of(profile), lines(label)
     if compute:
@@ -51,7 +52,9 @@ def accuracy_table(label: str, profile: str | Profile = "mini", compute: bool = 
             row = {"step": line.step} | row | {"p_vs_previous": _p(profile, cells, [line], previous)}
             previous = None if line.config == BF16 else line.config
         rows.append(row)
-    return write_table(label, rows, profile)
+    made = write_table(label, rows, profile)
+    made.attrs["note"] = coverage(profile, [label])
+    return made
 
 
 def table2_mean(profile: str | Profile = "mini", compute: bool = False) -> pd.DataFrame:

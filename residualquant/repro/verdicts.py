@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from residualquant.config import KVQuantConfig, preset
 from residualquant.errors import ResidualQuantError
-from residualquant.repro.cells import Cells, compute_cells, read_cells
+from residualquant.repro.cells import Cells, compute_cells, coverage, read_cells
 from residualquant.repro.labels import BF16, Line, coded, direct_of, lines, name_of
 from residualquant.repro.profiles import Profile, profile_of
 from residualquant.repro.stats import (
@@ -207,7 +207,7 @@ def claims(profile: str | Profile = "mini", compute: bool = False) -> pd.DataFra
     for claim in CLAIMS:
         try:
             judged = [row for c in claim.comparisons if (row := _judge(profile, c, read, compute)) is not None]
-            missing = "" if judged else "outside this profile"
+            missing = "" if judged else _why(profile, claim)
         except ResidualQuantError as error:
             judged, missing = [], str(error)
         about = {"claim": claim.number, "text": claim.text}
@@ -225,7 +225,7 @@ def whole_claims(table: pd.DataFrame) -> pd.DataFrame:
 def _judge(
     profile: Profile, comparison: Comparison | NmseComparison, read: Callable[[str], Cells], compute: bool
 ) -> dict | None:
-    """One comparison's numbers, test and one-sided finding; None where the profile has not all of its cells."""
+    """One comparison's numbers, test and one-sided finding; None where not all of its cells are measured."""
     if isinstance(comparison, NmseComparison):
         return _judge_nmse(profile, comparison, compute)
     cells = read(comparison.label)
@@ -294,6 +294,12 @@ def _judge_nmse(profile: Profile, comparison: NmseComparison, compute: bool) -> 
     }
 
 
+def _why(profile: Profile, claim: Claim) -> str:
+    """Why none of a claim's comparisons can be judged."""
+    labels = {c.label for c in claim.comparisons if isinstance(c, Comparison)}
+    return coverage(profile, sorted(labels)) or "outside this profile"
+
+
 def _decide(judged: list[dict]) -> list[dict]:
     """The rows with p-values after Holm and verdicts; refutation needs 5 % divided by the number of comparisons."""
     for row, p in zip(judged, holm([row["p"] for row in judged])):
@@ -314,7 +320,8 @@ def _whole(claim: Claim, judged: list[dict], missing: str) -> dict:
     return {
         "comparison": "all",
         "n": max(row["n"] for row in judged),
-        "test": f"{count(REPRODUCED)} of {wanted} comparisons reproduced, {count(REFUTED)} refuted",
+        "test": f"{count(REPRODUCED)} of {wanted} comparisons reproduced, {count(REFUTED)} refuted"
+        + (f", {wanted - len(judged)} not measured" if len(judged) < wanted else ""),
         "verdict": verdict,
     }
 
