@@ -13,7 +13,7 @@ import torch
 import tyro
 
 from residualquant.errors import ResidualQuantError
-from residualquant.evals.tasks import EOS_ID, PAD_ID, is_test_prompt
+from residualquant.evals.tasks import EOS_ID, LEVELS, PAD_ID, is_test_prompt
 from residualquant.models import load_model
 from residualquant.models.loading import model_folder
 from residualquant.training import (
@@ -174,7 +174,7 @@ def test_training_without_the_gpu_it_asks_for_is_refused():
     [{"steps": 0}, {"batch": 0}, {"heads": 0}, {"warmup": 0}, {"workers": -1}, {"device": "tpu"}, {"tasks": ("wrods",)},
      {"architecture": "raven"}, {"hidden_size": 48, "architecture": "huginn"}, {"recurrences": (0.0, 4.0)},
      {"gradient_loops": 0}, {"tasks": ()}, {"level_weights": ()}, {"level_weights": (0, 0)},
-     {"level_weights": (1,) * 10}],
+     {"level_weights": (1,) * (len(LEVELS) + 1)}],
 )  # fmt: skip
 def test_a_setting_out_of_range_is_refused_before_anything_is_written(tmp_path, setting):
     with pytest.raises(ValueError, match=next(iter(setting))):
