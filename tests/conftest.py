@@ -43,6 +43,6 @@ _GPU_TESTS = pytest.StashKey[int]()
 
 def pytest_terminal_summary(terminalreporter):
     reports = [r for kind in ("passed", "failed", "skipped") for r in terminalreporter.getreports(kind)]
-    gpu = [r for r in reports if "gpu" in r.keywords and r.when in ("call", "setup")]
+    gpu = [r for r in reports if "gpu" in getattr(r, "keywords", ()) and r.when in ("call", "setup")]
     run = sum(r.outcome != "skipped" for r in gpu if r.when == "call")
     terminalreporter.write_line(f"GPU tests: {run} run, {sum(r.outcome == 'skipped' for r in gpu)} skipped")

@@ -63,9 +63,9 @@ class ScriptedModel(LoopedModel):
         self.lm_head = torch.nn.Linear(1, 64, bias=False)
         generator = torch.Generator().manual_seed(0)
         size = (shape.loops * shape.layers + edge_layers, 2, shape.kv_heads, shape.head_dim)
-        self.tables = [torch.randn(64, *size, generator=generator) for _ in range(2)]
-        shared = torch.randn(64, 1, *size[1:], generator=generator)  # loops resemble each other
-        self.tables.append(shared)
+        tables = [torch.randn(64, *size, generator=generator) for _ in range(2)]
+        tables.append(torch.randn(64, 1, *size[1:], generator=generator))  # loops resemble each other
+        self.tables = torch.nn.ParameterList(torch.nn.Parameter(t, requires_grad=False) for t in tables)
 
     @property
     def kv_shape(self):
@@ -78,7 +78,8 @@ class ScriptedModel(LoopedModel):
 
     def bf16_states(self, ids):
         """:meth:`states` of a sequence as the cache gets them: [slots, 2, T, H, D]."""
-        return to_bf16(self.states(torch.tensor(ids), torch.arange(len(ids)))).movedim(0, 2)
+        positions = torch.arange(len(ids), device=self.device)
+        return to_bf16(self.states(torch.tensor(ids, device=self.device), positions)).movedim(0, 2)
 
     def following(self, ids, count):
         """The ``count`` tokens after a prompt."""

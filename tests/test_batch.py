@@ -121,6 +121,12 @@ def test_the_dequantised_copy_equals_the_packed_cache_bit_for_bit(edge_layers):
     decode_and_compare(model, CONFIGS, drop=gone)
 
 
+@pytest.mark.gpu
+def test_the_copy_on_a_gpu_equals_the_packed_cache_bit_for_bit():
+    """Caches and rotations, given on the CPU, go where the model and its tokens are."""
+    decode_and_compare(ScriptedModel().cuda(), CONFIGS, drop={(1, 0), (8, 2)})
+
+
 @pytest.mark.parametrize("values", [1, 9000])
 def test_prompts_may_be_coded_in_blocks(monkeypatch, values):
     monkeypatch.setitem(BLOCK_VALUES, "cpu", values)
