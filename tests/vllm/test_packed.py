@@ -28,7 +28,7 @@ def reference():
 
 @pytest.fixture(scope="module")
 def prompts(reference):
-    return [reference.tokenizer.encode(p.prompt).ids for p in problems("algebra", 3, level=0)]
+    return [reference.tokenizer.encode(p.prompt).ids for p in problems("algebra", 3)]
 
 
 @pytest.fixture(scope="module")
