@@ -225,8 +225,8 @@ def _serve_command(extra: Sequence[str]) -> Callable[..., None]:
         print(shlex.join([*(f"{k}={v}" for k, v in ENVIRONMENT.items()), *line]), flush=True)
         if not only_print:
             check_installed()
-            program = Path(sys.executable).with_name(line[0])
-            os.execve(program, line, os.environ | ENVIRONMENT)
+            program = [sys.executable, "-m", "vllm.entrypoints.cli.main"]
+            os.execve(program[0], program + line[1:], os.environ | ENVIRONMENT)
 
     return command
 

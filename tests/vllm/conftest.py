@@ -31,13 +31,13 @@ def tiny_ouro(tmp_path_factory):
 
     torch.manual_seed(0)
     config = OuroConfig(
-        hidden_size=128, intermediate_size=192, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-        head_dim=32, vocab_size=320, total_ut_steps=4, max_position_embeddings=MAX_MODEL_LEN,
+        hidden_size=256, intermediate_size=192, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        head_dim=64, vocab_size=320, total_ut_steps=4, max_position_embeddings=MAX_MODEL_LEN,
     )  # fmt: skip
     model = Ouro(config)
     for parameter in model.parameters():
         if parameter.dim() > 1:
-            parameter.data.mul_(5)
+            parameter.data.mul_(4)
     return save_model(model, tmp_path_factory.mktemp("tiny_ouro"))
 
 

@@ -22,11 +22,11 @@ from residualquant.vllm import register
 from residualquant.vllm.attention import OP_NAME
 from residualquant.vllm.backend import LoopedKVManager, LoopedKVSpec
 from residualquant.vllm.paged import PackedPages, StepBatch
-from residualquant.vllm.settings import Settings, kv_shape, layer_rotations
+from residualquant.vllm.settings import Settings, check_config, kv_shape, layer_rotations
 from residualquant.vllm.startup import check_paged
 
 PACKED = {"preset": "INT2/4 g=32", "rotation": "hadamard"}
-SHAPE = KVShape(4, 2, 2, 32)
+SHAPE = KVShape(4, 2, 2, 64)
 
 
 def engine_config(model, settings=None, **options):
@@ -130,9 +130,12 @@ def plain_llama(tmp_path):
 
 
 def test_a_model_that_is_not_looped_is_refused(plain_llama, capsys):
-    with pytest.raises(ResidualQuantError, match="serves looped models .* got LlamaForCausalLM"):
-        engine_config(plain_llama, PACKED)
-    engine_config(plain_llama)  # and left alone when nothing was asked
+    config = SimpleNamespace(
+        additional_config={"residualquant": PACKED}, model_config=SimpleNamespace(architecture="LlamaForCausalLM")
+    )
+    with pytest.raises(ResidualQuantError, match=r"serves looped models .* got LlamaForCausalLM"):
+        check_config(config)
+    check_config(SimpleNamespace(**vars(config) | {"additional_config": {}}))  # left alone when nothing was asked
     with pytest.raises(SystemExit):
         cli.main(["serve", str(plain_llama), "--only-print"])
     assert "got LlamaForCausalLM" in capsys.readouterr().err
@@ -149,7 +152,7 @@ def rotations(tiny_ouro, tmp_path_factory):
 
 def test_rotations_of_another_model_are_refused(rotations):
     settings = {"preset": "INT2/4 g=32", "rotation": "oscar", "rotations": str(rotations)}
-    with pytest.raises(ResidualQuantError, match="was calibrated for .*, not for .*mini-ouro-maths"):
+    with pytest.raises(ResidualQuantError, match=r"was calibrated for .*, not for .*mini-ouro-maths"):
         engine_config(model_folder("mini-ouro-maths"), settings)
 
 
@@ -166,9 +169,7 @@ def test_every_process_gets_the_rotations_of_its_heads(tiny_ouro, rotations):
 
 def test_a_page_takes_what_the_arithmetic_says():
     layout = PageLayout(preset("INT2/4 g=32"), 128, 16)
-    spec = LoopedKVSpec(
-        block_size=16, num_kv_heads=16, head_size=layout.page_bytes_per_head // 16, dtype=torch.uint8
-    )
+    spec = LoopedKVSpec(block_size=16, num_kv_heads=16, head_size=layout.page_bytes_per_head // 16, dtype=torch.uint8)
     assert spec.page_size_bytes == spec.real_page_size_bytes == 16 * layout.page_bytes_per_head
     assert spec.page_size_bytes == 16 * 16 * 2 * 198  # tokens, heads, K and V, App. A.3's bytes for four loops
     assert LoopedKVSpec.merge([spec, replace(spec)]) == spec
@@ -220,9 +221,7 @@ def paged(kind=PackedPages, **overrides):
     stand_in = SimpleNamespace(
         additional_config={"residualquant": settings.config.to_dict()},
         model_config=SimpleNamespace(
-            hf_config=SimpleNamespace(
-                total_ut_steps=4, num_hidden_layers=2, num_key_value_heads=2, head_dim=128
-            )
+            hf_config=SimpleNamespace(total_ut_steps=4, num_hidden_layers=2, num_key_value_heads=2, head_dim=128)
         ),
     )
     rotations = layer_rotations(stand_in, slice(0, 2), torch.device("cpu"))
