@@ -225,8 +225,8 @@ def _serve_command(extra: Sequence[str]) -> Callable[..., None]:
         print(shlex.join([*(f"{k}={v}" for k, v in ENVIRONMENT.items()), *line]), flush=True)
         if not only_print:
             check_installed()
-            program = [sys.executable, "-m", "vllm.entrypoints.cli.main"]
-            os.execve(program[0], program + line[1:], os.environ | ENVIRONMENT)
+            program = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model"]
+            os.execve(program[0], program + line[2:], os.environ | ENVIRONMENT)
 
     return command
 

@@ -8,6 +8,7 @@
 | attention.py | the looped attention layer: staging of a step, one custom op |
 | backend.py | what vLLM asks about it: page size, prefix commit, one step's metadata |
 | ouro.py | Ouro over vLLM's layers |
+| hf_config.py | configuration classes, so that no checkpoint's code is run |
 | startup.py | self-check and log lines at start |
 | serve.py | ``residualquant serve`` |
 

@@ -138,7 +138,7 @@ def paged_layers(vllm_config: VllmConfig) -> list[PagedKV]:
     hf_config, model_config = vllm_config.model_config.hf_config, vllm_config.model_config
     shape, settings = kv_shape(hf_config), settings_of(vllm_config)
     page_tokens = vllm_config.cache_config.block_size
-    device = torch.empty(0).device
+    device = torch.get_default_device()
     kv_heads = shape.kv_heads // get_tensor_model_parallel_world_size()
     if settings.config.is_off:
         paged = RawPages(shape.loops, shape.head_dim, model_config.dtype, page_tokens)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -19,7 +20,7 @@ from residualquant.models import load_model
 MODEL = "mini-ouro-maths"
 MAX_MODEL_LEN = 128
 PROMPT = "Tom has 3 apples."
-START_SECONDS = 400
+START_SECONDS = 540
 
 
 def free_port():
@@ -38,8 +39,9 @@ def server(tmp_path_factory):
     ]  # fmt: skip
     with log.open("w") as out:
         process = subprocess.Popen(
-            command, stdout=out, stderr=out, env=os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
-        )
+            command, stdout=out, stderr=out, start_new_session=True,
+            env=os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"},
+        )  # fmt: skip
     url, limit = f"http://127.0.0.1:{port}", time.monotonic() + START_SECONDS
     try:
         while True:
@@ -54,7 +56,10 @@ def server(tmp_path_factory):
         yield url, log
     finally:
         process.terminate()
-        process.wait(60)
+        try:
+            process.wait(60)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
 
 
 def post(url, **body):
