@@ -15,11 +15,12 @@ import torch
 
 from residualquant.config import preset
 from residualquant.engine import iter_decode
+from residualquant.evals.tasks import problems
 from residualquant.models import load_model
 
 MODEL = "mini-ouro-maths"
-MAX_MODEL_LEN = 128
-PROMPT = "Tom has 3 apples."
+MAX_MODEL_LEN = 512
+PROMPT = problems("algebra", 1)[0].prompt
 START_SECONDS = 540
 
 
