@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import vllm
+from vllm import envs
 from vllm.config import CompilationConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
@@ -114,6 +115,7 @@ def test_heads_that_do_not_divide_are_refused(tiny_ouro):
 
 
 def test_the_second_model_runner_is_refused(tiny_ouro, monkeypatch):
+    envs.disable_envs_cache()  # an engine of another test may have read the environment for good
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
     with pytest.raises(ResidualQuantError, match="set VLLM_USE_V2_MODEL_RUNNER=0"):
         engine_config(tiny_ouro)
