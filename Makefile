@@ -2,8 +2,9 @@
 # the active conda environment (unless it is `base`), else a virtual environment in .venv.
 
 .DEFAULT_GOAL := help
-.PHONY: help setup test test-vllm lint reproduce tables figures report table2 figure1_left figure2 figure5 storage \
-        lab readme bench-cpu train lock wheel clean distclean
+.PHONY: help setup test test-vllm lint reproduce cells collect tables figures report claims storage \
+        table1 table2 table3 table4 table5 table8 table9 figure1_left figure2 figure3_middle figure3_right figure5 \
+        lab readme kernels bench-cpu bench-gpu train lock wheel clean distclean
 
 PROFILE ?= mini
 PYTHON ?= python3
@@ -16,7 +17,7 @@ RUN := $(PY) -m residualquant.cli
 
 help:  ## This list
 	@echo "usage: make TARGET [PROFILE=smoke|mini|full|paper]"
-	@sed -nE 's/^([a-z0-9_-]+):.*## (.*)/  \1|\2/p' $(MAKEFILE_LIST) | awk -F'|' '{printf "%-16s%s\n", $$1, $$2}'
+	@sed -nE 's/^([a-z0-9_-]+):.*## (.*)/  \1|\2/p' $(MAKEFILE_LIST) | awk -F'|' '{printf "%-17s%s\n", $$1, $$2}'
 	@echo "environment: $(ENV); PIP_ARGS is handed to pip, PYTHON names the interpreter that makes .venv"
 
 setup: $(READY)  ## Make or update the environment (every other target does it when needed)
@@ -69,25 +70,36 @@ lint: $(READY)  ## Style and common mistakes, by ruff
 reproduce: $(READY)  ## Compute every table and figure of PROFILE anew, resuming a run that was cut off (FRESH=1 starts over)
 	$(RUN) reproduce --profile $(PROFILE) $(if $(FRESH),--fresh)
 
+cells: $(READY)  ## Calibrate and decode what PROFILE lacks (ARGS="--part 1/4 --no-score": one of four processes)
+	$(RUN) cells --profile $(PROFILE) $(ARGS)
+
+collect: $(READY)  ## Join the records of a run in parts and score what was left open
+	$(RUN) collect --profile $(PROFILE)
+
 tables: $(READY)  ## Every table of PROFILE from the committed records, running no model
 	$(RUN) tables --profile $(PROFILE)
 
 figures: $(READY)  ## Every figure of PROFILE from the committed records, running no model
 	$(RUN) figures --profile $(PROFILE)
 
-table2: $(READY)  ## Table 2 from the records (accuracy of each cache configuration)
-	$(RUN) tables --profile $(PROFILE) --only $@
-
+table1: $(READY)  ## Table 1 (error of reconstructed keys, first or last loop as reference)
+table2: $(READY)  ## Table 2 (direct and residual coding, with and without OptR-H)
+table3: $(READY)  ## Table 3 (references and coefficients)
+table4: $(READY)  ## Table 4 (rotations)
+table5: $(READY)  ## Table 5 (bits per loop)
+table8: $(READY)  ## Table 8 (loops per group)
+table9: $(READY)  ## Table 9 (every reference, coefficient and rotation)
 storage: $(READY)  ## Effective bits, bytes and reads: the paper's numbers beside the arithmetic
+claims: $(READY)  ## The paper's claims about order, judged on our results
+table1 table2 table3 table4 table5 table8 table9 storage claims:
 	$(RUN) tables --profile $(PROFILE) --only $@
 
-figure1_left: $(READY)  ## Figure 1 left from the records (accuracy as each part of the method is added)
-	$(RUN) figures --profile $(PROFILE) --only $@
-
+figure1_left: $(READY)  ## Figure 1 left (accuracy as each part of the method is added)
 figure2: $(READY)  ## Figure 2 (key magnitudes: a loop, its reference, the residual)
-	$(RUN) figures --profile $(PROFILE) --only $@
-
+figure3_middle: $(READY)  ## Figure 3 middle (norms across loops)
+figure3_right: $(READY)  ## Figure 3 right (what least squares takes off the prediction error)
 figure5: $(READY)  ## Figure 5 (key magnitudes of every loop against the last)
+figure1_left figure2 figure3_middle figure3_right figure5:
 	$(RUN) figures --profile $(PROFILE) --only $@
 
 report: $(READY)  ## One self-contained HTML page with every table and figure, the paper beside ours
@@ -96,18 +108,32 @@ report: $(READY)  ## One self-contained HTML page with every table and figure, t
 lab: $(READY)  ## Open the notebooks in JupyterLab (ARGS="--no-browser" and so on are handed on)
 	$(ENV)/bin/jupyter lab notebooks $(ARGS)
 
-# Two runs per model, the second on harder problems; what a run is not told is its default.
+# Two runs per model, the second on harder problems or more tasks; what a run is not told is its default.
 FIRST := data/runs/train/first
 SECOND := --level-weights 0 0 1 2 2 2 3 3 --steps 2400 --max-seconds 185 --tokens 384 --learning-rate 1e-3 --warmup 100 --seed 1
 
-train: $(READY)  ## Train both minis as the shipped ones were, into data/runs/train (20 minutes on one GPU)
+HUGINN := --architecture huginn --loops 32 --steps 20000
+
+train: $(READY)  ## Train the minis as the shipped ones were, into data/runs/train (half an hour on one GPU)
 	$(RUN) train --model mini-ouro-maths --tasks words algebra --out $(FIRST)
 	$(RUN) train --model mini-ouro-maths --tasks words algebra --init $(FIRST)/mini-ouro-maths $(SECOND)
 	$(RUN) train --model mini-ouro-code --tasks stubs asserts --out $(FIRST)
 	$(RUN) train --model mini-ouro-code --tasks stubs asserts --init $(FIRST)/mini-ouro-code $(SECOND)
+	$(RUN) train --model mini-huginn-maths --tasks words algebra --out $(FIRST) $(HUGINN) --max-seconds 545 \
+		--hidden-size 288 --heads 3 --head-dim 96 --layers 2 --rope-theta 50000 --level-weights 1 2 3 2 \
+		--batch 192 --tokens 256 --learning-rate 2e-3 --warmup 400
+	$(RUN) train --model mini-huginn --tasks words algebra stubs asserts --init $(FIRST)/mini-huginn-maths --new-tokenizer \
+		$(HUGINN) --max-seconds 225 --recurrences 10 16 --level-weights 1 2 3 3 2 2 --batch 128 --tokens 400 \
+		--learning-rate 1.5e-3 --seed 1
 
 bench-cpu: $(READY)  ## Encode and decode throughput and peak memory on this CPU
 	$(PY) -m residualquant.bench.cpu
+
+kernels: $(READY)  ## Compile the CUDA kernels ahead of time, for the GPU here (ARCH="sm_90 sm_120": for those)
+	$(PY) -m residualquant.kernels.build $(ARCH)
+
+bench-gpu: $(READY)  ## Decode attention over packed pages beside BF16 on this GPU (ARGS=--quick: in a minute)
+	$(PY) -m residualquant.bench.kernels $(ARGS)
 
 readme: $(READY)  ## Fill README's generated blocks from the committed records
 	$(PY) -m residualquant.repro.readme

@@ -92,16 +92,29 @@ def pack_codes(codes: Tensor, bits: int) -> Tensor:
         [..., D b / 8] uint8.
 
     Raises:
-        ValueError: other ``bits``.
+        ValueError: other ``bits``, codes that are no whole numbers of so many bits, or a D that is no multiple of 8.
     """
     _check_packable(bits)
+    if codes.dim() == 0 or codes.shape[-1] % 8:
+        raise ValueError(f"codes must be [..., D] with D a multiple of 8, got {list(codes.shape)}")
+    if codes.dtype == torch.bool or codes.is_complex():
+        raise ValueError(f"codes must be whole numbers, got {codes.dtype}")
+    whole = codes.to(torch.int64)
+    wrong = codes[(whole < 0) | (whole >= 2**bits) | (whole != codes)]
+    if wrong.numel():
+        raise ValueError(f"codes of {bits} bits must be whole numbers from 0 to {2**bits - 1}, got {wrong[0].item()}")
+    return pack_valid_codes(codes, bits)
+
+
+def pack_valid_codes(codes: Tensor, bits: int) -> Tensor:
+    """:func:`pack_codes` without its checks, for the codes of :func:`quantize`: a check would wait for the GPU."""
     codes = codes.to(torch.uint8)
     if bits == 0:
         return codes[..., :0]
     if bits == 8:
         return codes
     if bits == 3:
-        return torch.cat((pack_codes(codes & 3, 2), pack_codes(codes >> 2, 1)), -1)
+        return torch.cat((pack_valid_codes(codes & 3, 2), pack_valid_codes(codes >> 2, 1)), -1)
     # The 8/b codes of one byte lie in the bytes of one word; shifts bring each to its place in the lowest byte.
     words = codes.contiguous().view(_WORDS[bits])
     packed = words
@@ -122,9 +135,11 @@ def unpack_codes(packed: Tensor, bits: int, head_dim: int) -> Tensor:
         [..., D] uint8; zeros for 0 bits.
 
     Raises:
-        ValueError: other ``bits``, or another number of bytes.
+        ValueError: other ``bits``, or another number or kind of bytes.
     """
     _check_packable(bits)
+    if packed.dtype != torch.uint8:
+        raise ValueError(f"packed codes must be torch.uint8, got {packed.dtype}")
     if packed.shape[-1] != head_dim * bits // 8:
         raise ValueError(f"{head_dim} codes of {bits} bits take {head_dim * bits // 8} bytes, got {packed.shape[-1]}")
     if bits == 0:

@@ -15,6 +15,8 @@ from torch import Tensor
 
 from residualquant.residual import LIMIT
 
+BF16_LIMIT = 65280.0  # 65504, the codec's limit, is no BF16 value: it would be rounded up beyond itself
+
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
     """What attention over the past is computed in for queries of ``dtype``: FP32, or FP64 for FP64."""
@@ -22,11 +24,16 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def make_finite(x: Tensor) -> Tensor:
-    """``x`` with NaN replaced by 0 and everything else within +-65504.
+    """``x`` with NaN replaced by 0 and everything else within +-65280, the largest BF16 value within the codec's limit.
 
     A NaN that stayed in K or V would spoil other tokens, since 0 * NaN = NaN in the sum of values.
     """
-    return torch.nan_to_num(x, nan=0.0).clamp_(-LIMIT, LIMIT)
+    return make_finite_(x.clone())
+
+
+def make_finite_(x: Tensor) -> Tensor:
+    """:func:`make_finite` in place."""
+    return x.nan_to_num_(nan=0.0).clamp_(-BF16_LIMIT, BF16_LIMIT)
 
 
 def to_bf16(x: Tensor) -> Tensor:
@@ -34,9 +41,9 @@ def to_bf16(x: Tensor) -> Tensor:
     return make_finite(x).to(torch.bfloat16)
 
 
-def count_unusable(x: Tensor) -> Tensor:
-    """Number (a 0-dim tensor, so that no GPU is waited for) of values that :func:`make_finite` has to replace."""
-    return (~(x.abs() <= LIMIT)).sum()
+def count_unusable(x: Tensor, kept: int = 0) -> Tensor:
+    """Number of values that :func:`make_finite` has to replace, for each index of the first ``kept`` dimensions."""
+    return (~(x.abs() <= LIMIT)).sum(tuple(range(kept, x.dim())))
 
 
 def rotate(x: Tensor, matrix: Tensor | None) -> Tensor:
@@ -86,16 +93,15 @@ def attend_one(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
     """One query token per row over one stretch of keys, in the dtype given: FP32.
 
     Args:
-        q: [B, Hq, D]; k, v: [B, H, S, D], in the space q is in.
+        q: [B, H, G, D], G query heads per KV head; k, v: [B, H, S, D], in the space q is in.
         bias: [B, 1, 1, S], 0 where a row may look and -inf elsewhere.
 
     Returns:
-        [B, Hq, D], in the space v is in.
+        [B, H, G, D], in the space v is in.
     """
-    heads, dim = k.shape[1], k.shape[3]
-    scores = torch.matmul(q.unflatten(1, (heads, -1)) * dim**-0.5, k.transpose(-1, -2))
+    scores = torch.matmul(q * k.shape[-1] ** -0.5, k.transpose(-1, -2))
     weights = torch.softmax(scores.add_(bias), dim=-1)
-    return torch.matmul(weights, v).flatten(1, 2)
+    return torch.matmul(weights, v)
 
 
 def attend_past_and_step(

@@ -6,7 +6,9 @@ Heavy imports happen inside the commands, so that ``--help`` answers at once.
 
 from __future__ import annotations
 
+import contextlib
 import os
+import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -33,19 +35,22 @@ class KVOptions:
     coefficient: str | None = None
     """How the reference is scaled: ls (least squares), norm_ratio or unit."""
     rotation: str | None = None
-    """Change of basis before coding: none or hadamard (oscar and optr_h: see calibrate)."""
+    """Change of basis before coding: none, hadamard, or oscar and optr_h, which are calibrated."""
     bits: Bits = None
+    loops: int | None = None
+    """Loops coded together (Huginn: 4, 8 or 16 of its 32); 4, or all of a model that has fewer, when left out."""
     group_size: int | None = None
     """Channels per scale and offset in loops of 1-3 bits: 16, 32 or 64."""
     int2_clip: float | None = None
     """Factor on the half-range of a 2-bit group (the method: 0.9)."""
 
-    def configs(self, labels: Sequence[str]):
+    def configs(self, labels: Sequence[str], model_loops: int = 4):
         """The KV configurations of ``labels``, changed as asked; BF16 stays as it is."""
         from residualquant.config import preset
 
-        changes = {k: v for k, v in vars(self).items() if v is not None}
-        configs = [preset(label) if label == "BF16" else preset(label, **changes) for label in labels]
+        changes = {k: v for k, v in vars(self).items() if v is not None and k != "loops"}
+        loops = min(4, model_loops) if self.loops is None else self.loops
+        configs = [preset(label, loops, **({} if label == "BF16" else changes)) for label in labels]
         return list(dict.fromkeys(configs))
 
 
@@ -86,9 +91,10 @@ def bits(
 
 
 def evaluate(
-    task: Annotated[str, tyro.conf.Positional],
-    labels: Annotated[tuple[str, ...], tyro.conf.Positional] = ("BF16", "INT2/4 g=32"),
+    task: str,
+    config: tuple[str, ...] = ("BF16", "INT2/4 g=32"),
     kv: Annotated[KVOptions, tyro.conf.arg(name="")] = KVOptions(),
+    rotations: Path | None = None,
     n: int = 100,
     model: str | None = None,
     device: str | None = None,
@@ -97,98 +103,257 @@ def evaluate(
 ) -> None:
     """Accuracy of KV configurations on one task; answers are kept, so asking again or for more labels resumes.
 
-    Example: residualquant eval words BF16 "INT2 g=32" "INT2/4 g=32" --rotation hadamard --n 200
+    Example: residualquant eval --task words --config BF16 "INT2 g=32" "INT2/4 g=32" --rotation optr_h --n 200
 
     Args:
         task: words, algebra, stubs or asserts (standing for GSM8K, MATH500, HumanEval, MBPP).
-        labels: The paper's labels; all are decoded together. Every other row is tested against the first.
+        config: The paper's labels; all are decoded together. Where BF16 is one, the others are tested against it.
         kv: Changes applied to every label but BF16.
+        rotations: Folder of calibrations; oscar and optr_h are calibrated first, under data/runs, when left out.
         n: Problems of the test split.
         model: A shipped model's name, a folder or a hub id; the task's own mini model when left out.
         device: cpu or cuda; the GPU where there is one when left out.
         max_new_tokens: Longest answer; the task's own limit when left out.
         records: JSONL file of the answers; data/runs/eval/<model>.<task>.jsonl when left out. Finished, it is
-            compressed: .gz is added to its name.
+            compressed: .xz is added to its name.
     """
     from residualquant.evals.run import evaluate as run
-    from residualquant.evals.tasks import MODEL_OF_TASK, TASKS
-    from residualquant.models import load_model
     from residualquant.repro.paths import runs_dir, show
     from residualquant.repro.records import finished_name
-    from residualquant.repro.stats import Pair, mcnemar_exact, wilson
 
-    if task not in TASKS:
-        raise ValueError(f"unknown task {task!r}; known: {', '.join(TASKS)}")
-    configs = kv.configs(labels)
-    loaded = load_model(model or MODEL_OF_TASK[task], device=device)
+    for name, value in (("n", n), ("max_new_tokens", max_new_tokens)):
+        if value is not None and value < 1:  # before minutes of calibration
+            raise ValueError(f"{name} must be at least 1, got {value}")
+    loaded = _load(task, model, device)
+    configs = kv.configs(config, loaded.kv_shape.loops)
+    learnt = _rotations(loaded, configs, task, rotations)
     records = records or runs_dir("eval") / f"{loaded.name}.{task}.jsonl"
-    cells = run(loaded, task, configs, n, records, max_new_tokens=max_new_tokens)
-    rows = []
-    for config, cell in zip(configs, cells):
-        low, high = wilson(sum(cell.correct.values()), n)
-        p = mcnemar_exact(Pair.of(cell.correct, cells[0].correct)) if cell is not cells[0] else None
-        rows.append(
-            {
-                "config": config.label,
-                "reference": "none" if config.is_off else config.reference,
-                "coefficient": "none" if config.anchor is None or config.is_off else config.coefficient,
-                "rotation": config.rotation,
-                "bits": f"{config.effective_bits(loaded.kv_shape.head_dim):.4g}",
-                "n": n,
-                "accuracy %": f"{100 * sum(cell.correct.values()) / n:.1f}",
-                "95 % CI": f"{100 * low:.1f} - {100 * high:.1f}",
-                "p against the first": "" if p is None else f"{p:.3g}",
-            }
-        )
-    _print_table(rows)
+    cells = run(loaded, task, configs, n, records, rotations=learnt, max_new_tokens=max_new_tokens)
+    bf16 = next((cell for asked, cell in zip(configs, cells) if asked.is_off), None)
+    _print_table([_accuracy_row(loaded, *pair, bf16) for pair in zip(configs, cells)])
     print(f"{loaded.name}, {task}, greedy; answers in {show(finished_name(records))}")
 
 
+def _accuracy_row(model, config, cell, bf16) -> dict:
+    """What ``eval`` prints of one configuration; ``bf16`` is the cell to test it against, or None."""
+    from residualquant.layout import effective_bits, model_effective_bits
+    from residualquant.repro.stats import Pair, mcnemar_exact, wilson
+
+    shape = model.kv_shape
+    n, right = cell.identity["n"], sum(cell.correct.values())
+    low, high = wilson(right, n)
+    row = {
+        "config": config.label,
+        "reference": "none" if config.is_off else config.reference,
+        "coefficient": "none" if config.anchor is None or config.is_off else config.coefficient,
+        "rotation": "none" if config.is_off else config.rotation,
+        "bits": f"{effective_bits(config, shape.head_dim, shape.layers):.4g}",
+        "with edge layers": f"{model_effective_bits(config, shape, model.edge_layers):.4g}",
+        "n": n,
+        "accuracy %": f"{100 * right / n:.1f}",
+        "95 % CI": f"{100 * low:.1f} - {100 * high:.1f}",
+    }
+    if edge is None:
+        del row["with edge layers"]
+    if bf16 is not None:
+        row["p against BF16"] = "" if cell is bf16 else f"{mcnemar_exact(Pair.of(cell.correct, bf16.correct)):.3g}"
+    return row
+
+
+def _load(task: str, model: str | None, device: str | None):
+    """The model asked for, or the task's own."""
+    from residualquant.evals.tasks import MODELS, TASKS
+    from residualquant.models import load_model
+
+    if task not in TASKS:
+        raise ValueError(f"unknown task {task!r}; known: {', '.join(TASKS)}")
+    return load_model(model or MODELS["ouro"][task], device=device)
+
+
+def _rotations(model, configs, task: str, folder: Path | None) -> dict:
+    """{index: rotations} of the calibrated configurations: those in ``folder``, or calibrated where there is none."""
+    from residualquant.repro.paths import runs_dir
+    from residualquant.rotation.calibration import CALIBRATED, calibrated_many
+
+    learnt = [i for i, config in enumerate(configs) if config.rotation in CALIBRATED and not config.is_off]
+    if folder is not None:
+        if not learnt:
+            raise ValueError(f"no configuration here uses the rotations in {folder}: give --rotation optr_h or oscar")
+        return {i: _kept_rotations(model, configs[i], folder) for i in learnt}
+    wanted = [configs[i] for i in learnt]
+    return dict(zip(learnt, calibrated_many(model, wanted, task, folder=runs_dir("rotations")))) if learnt else {}
+
+
+def _kept_rotations(model, config, folder: Path):
+    """The rotations in ``folder``, or in the one folder within whose calibration is of this model and configuration."""
+    from residualquant.rotation.artefact import ABOUT_FILE, load_rotations
+
+    inner = [file.parent for file in sorted(folder.glob(f"*/{ABOUT_FILE}"))]
+    if not inner:
+        return load_rotations(folder, model, config)
+    fitting = []
+    for one in inner:
+        with contextlib.suppress(ResidualQuantError):
+            fitting.append((one.name, load_rotations(one, model, config)))
+    if len(fitting) != 1:
+        names = ", ".join(name for name, _ in fitting) or "none"
+        what = f"{model.name}, {config.label}, {config.reference}, {config.rotation}"
+        raise ResidualQuantError(f"one calibration in {folder} must be of {what}; these are: {names}; name its folder")
+    return fitting[0][1]
+
+
+def inspect(
+    task: str = "words",
+    config: str = "INT2/4 g=32",
+    kv: Annotated[KVOptions, tyro.conf.arg(name="")] = KVOptions(),
+    trace: Path | None = None,
+    rotations: Path | None = None,
+    n: int = 8,
+    queries: int = 64,
+    model: str | None = None,
+    device: str | None = None,
+    out: Path | None = None,
+) -> None:
+    """Where a KV configuration loses accuracy: residual energy, NMSE and attention error of every layer, loop and head.
+
+    Writes inspect.csv, and the same as heat maps, and prints the means of every loop and the ten worst places.
+
+    Example: residualquant inspect --task words --config "INT2/4 g=32" --rotation hadamard
+
+    Args:
+        task: words, algebra, stubs or asserts: whose training problems, with their solutions, to look at.
+        config: The paper's label of the configuration.
+        kv: Changes applied to the label.
+        trace: File that the trace command wrote, to look at instead of problems.
+        rotations: Folder of calibrations; oscar and optr_h are calibrated first, under data/runs, when left out.
+        n: Problems to look at, none of which calibration has seen.
+        queries: Last queries of each problem that the attention error is taken over.
+        model: A shipped model's name, a folder or a hub id; the trace's or the task's own model when left out.
+        device: cpu or cuda; the GPU where there is one when left out.
+        out: Folder of the results; data/runs/inspect/<model>.<task or trace> when left out.
+    """
+    from residualquant.evals.texts import unseen_texts
+    from residualquant.inspect import Traced, draw_inspection, inspect_trace, loop_means, worst
+    from residualquant.repro.paths import runs_dir, show, write_atomic
+    from residualquant.rotation.calibration import CALIBRATED, CalibrationSizes
+
+    for name, value in (("n", n), ("queries", queries)):
+        if value < 1:
+            raise ValueError(f"{name} must be at least 1, got {value}")
+    if trace is None:
+        loaded, sizes = _load(task, model, device), CalibrationSizes()
+        seen = Traced.live(loaded, unseen_texts(loaded, task, sizes.fit, sizes.holdout, n), queries)
+    else:
+        loaded, seen = None, Traced.open(trace)
+    (asked,) = kv.configs([config], seen.shape.loops)
+    learnt = None
+    if asked.rotation in CALIBRATED or rotations is not None:
+        loaded = loaded or _load(task, model or seen.model, "cpu")
+        if loaded.weights_hash != seen.weights:
+            raise ResidualQuantError(f"{show(trace)} is not of {loaded.name} as it is now: its weights are others")
+        learnt = _rotations(loaded, [asked], task, rotations).get(0)
+    table = inspect_trace(seen.texts, asked, learnt, seen.layers, queries)
+    out = out or runs_dir("inspect") / f"{seen.model}.{task if trace is None else trace.stem}"
+    write_atomic(out / "inspect.csv", table.to_csv(index=False, float_format="%.6g"))
+    draw_inspection(table).save(out, "inspect")
+    for rows in (loop_means(table), worst(table)):
+        _print_table(rows.map(lambda x: f"{x:.4g}" if isinstance(x, float) else x).to_dict("records"))
+    print(f"{seen.model}, {asked.label}: means over layers and heads, worst places; everything in {show(out)}")
+
+
 def calibrate(
-    out: Path,
     config: str = "INT2/4 g=32",
     kv: Annotated[KVOptions, tyro.conf.arg(name="")] = KVOptions(rotation="optr_h"),
     task: str = "words",
     model: str | None = None,
-    examples: int = 128,
-    seed: int = 0,
+    fit: int = 128,
+    holdout: int = 128,
     steps: int = 80,
-    learning_rate: float = 0.02,
+    seed: int = 0,
+    out: Path | None = None,
     device: str | None = None,
 ) -> None:
-    """Fit the rotations of one KV configuration on a task's training problems; an interrupted run goes on.
+    """Fit the rotations of one KV configuration on training problems; an interrupted run goes on.
 
-    Example: residualquant calibrate --config "INT2/4 g=32" --rotation optr_h --task words --out data/runs/rotations
+    The problems are those of all tasks of the family (maths or code), so the rotations serve all of them.
+
+    Example: residualquant calibrate --config "INT2/4 g=32" --rotation optr_h --task words
 
     Args:
-        out: Folder for the rotations (safetensors) and what they are of (JSON).
         config: The paper's label of the configuration they are for.
         kv: Changes applied to the label; --rotation is optr_h or oscar.
-        task: words, algebra, stubs or asserts: whose training problems, with their solutions, to use.
+        task: words or algebra (maths), stubs or asserts (code): whose training problems, with solutions, to use.
         model: A shipped model's name, a folder or a hub id; the task's own mini model when left out.
-        examples: Problems to fit with; as many others choose each head's rotation.
-        seed: Which of these problems are which, and the order in which they are drawn.
+        fit: Problems to fit with.
+        holdout: Others, which choose each head's rotation.
         steps: Optimiser steps for K, and as many for V (optr_h).
-        learning_rate: Of the optimiser (optr_h).
+        seed: Which of these problems are which, and the order in which they are drawn.
+        out: Folder for calibrations, each in a folder of its own; data/runs/rotations when left out.
         device: cpu or cuda; the GPU where there is one when left out.
     """
-    from residualquant.evals.tasks import MODEL_OF_TASK, TASKS
-    from residualquant.evals.texts import calibration_texts
-    from residualquant.models import load_model
     from residualquant.repro.paths import show
-    from residualquant.rotation.calibration import calibrate as run
-    from residualquant.rotation.calibration import loss_table
-    from residualquant.rotation.optr_h import OptRHSettings
+    from residualquant.rotation import calibration
 
-    if task not in TASKS:
-        raise ValueError(f"unknown task {task!r}; known: {', '.join(TASKS)}")
-    (asked,) = kv.configs([config])
-    settings = OptRHSettings(steps=steps, learning_rate=learning_rate, seed=seed)
-    loaded = load_model(model or MODEL_OF_TASK[task], device=device)
-    texts = calibration_texts(loaded, task, examples, seed)
-    run(loaded, asked, *texts, out, task=task, settings=settings)
-    _print_table(loss_table(out))
-    print(f"{loaded.name}, {asked.label}, {asked.reference}: rotations in {show(out)}; losses are of held-out problems")
+    loaded = _load(task, model, device)
+    (asked,) = kv.configs([config], loaded.kv_shape.loops)
+    sizes = calibration.CalibrationSizes(fit, holdout, steps, seed)
+    calibration.calibrated(loaded, asked, task, sizes, out)
+    folder = calibration.artefact_folder(loaded, asked, task, sizes, out)
+    _print_table(calibration.loss_table(folder))
+    print(f"{loaded.name}, {asked.label}: rotations in {show(folder)}; losses are of held-out problems")
+
+
+def trace(
+    out: Path,
+    model: str | None = None,
+    task: str = "words",
+    n: int = 8,
+    start: int = 0,
+    split: str = "train",
+    text: tuple[Path, ...] = (),
+    loops: tuple[int, ...] | None = None,
+    layers: tuple[int, ...] | None = None,
+    edge: bool = False,
+    device: str | None = None,
+) -> None:
+    """Write the post-RoPE queries, keys and values of a model on some texts to one safetensors file (BF16).
+
+    The texts are a task's problems with their solutions, or files. Text i (from 0) gives i.ids [T], i.q [loops, layers,
+    query heads, T, D], i.k and i.v [loops, layers, KV heads, T, D].
+
+    Example: residualquant trace --task words --n 4 --layers 3 --out data/runs/trace/words.safetensors
+
+    Args:
+        out: The file to write.
+        model: A shipped model's name, a folder or a hub id; the task's own mini model when left out.
+        task: words, algebra, stubs or asserts.
+        n: Problems of the task.
+        start: The first of them, from 0.
+        split: train or test.
+        text: Text files to use instead of problems, each one text.
+        loops: Loops to keep, from 1; all when left out.
+        layers: Layers to keep, from 1; all when left out.
+        edge: Also keep the layers that run once (Huginn's prelude and coda), as i.edge_q, i.edge_k, i.edge_v.
+        device: cpu or cuda; the GPU where there is one when left out.
+    """
+    from tqdm.auto import tqdm
+
+    from residualquant.evals.texts import tokenizer_of, training_texts
+    from residualquant.repro.paths import show
+    from residualquant.trace import Selection, write_trace
+
+    loaded = _load(task, model, device)
+    from_0 = (chosen and tuple(i - 1 for i in chosen) for chosen in (loops, layers))
+    keep = Selection(*from_0, edge=edge).resolve(loaded)
+    if text:
+        texts = [tokenizer_of(loaded).encode(file.read_text()).ids for file in text]
+        source = ", ".join(file.name for file in text)
+    else:
+        texts = training_texts(loaded, task, n, start, split)
+        source = f"{task}, {split} problems {start} to {start + n - 1} with their solutions"
+    with tqdm(total=len(texts), desc=f"trace {loaded.name}") as bar:
+        write_trace(loaded, texts, out, keep, source, bar.update)
+    print(f"{loaded.name}, {source}: {out.stat().st_size / 2**20:.1f} MiB in {show(out)}")
 
 
 def serve(
@@ -245,16 +410,55 @@ def reproduce(profile: Profile = "mini", fresh: bool = False) -> None:
     run(profile, fresh=fresh)
 
 
-def tables(profile: Profile = "mini", only: Only = ()) -> None:
-    """Make tables again from the records, running no model.
+def cells(
+    profile: Profile = "mini",
+    models: Annotated[tuple[str, ...], tyro.conf.arg(help="Only these models, such as mini-ouro-maths.")] = (),
+    tasks: Annotated[tuple[str, ...], tyro.conf.arg(help="Only these tasks, such as algebra.")] = (),
+    part: str | None = None,
+    score: bool = True,
+) -> None:
+    """Calibrate rotations and decode the missing answers of a profile: what reproduce begins with, split as wanted.
+
+    Example, as one of eight processes: residualquant cells --profile full --part 3/8 --no-score
+
+    Args:
+        profile: What to compute.
+        models: Only these models.
+        tasks: Only these tasks.
+        part: i/k: only every k-th configuration from the i-th on, into records of its own; collect joins them.
+        score: Score the answers here; otherwise collect does.
+    """
+    from residualquant.repro.cells import compute_cells
+
+    index = tuple(map(int, part.split("/"))) if part and re.fullmatch(r"\d+/\d+", part) else None
+    if part and not index:
+        raise ValueError(f"part must be i/k, such as 1/4, got {part!r}")
+    compute_cells(profile, models=models, tasks=tasks, part=index, score=score)
+
+
+def collect(profile: Profile = "mini") -> None:
+    """Join the records of a run that was split into parts, and score what was left open. No model runs.
+
+    Args:
+        profile: Whose records.
+    """
+    from residualquant.repro.cells import collect_cells
+
+    for sentence in collect_cells(profile):
+        print(sentence)
+
+
+def tables(profile: Profile = "mini", only: Only = (), compute: bool = False) -> None:
+    """Make tables again from the records, running no model unless told to.
 
     Args:
         profile: Whose records.
         only: Labels to make.
+        compute: First compute what is missing (Table 1 and Figure 3 take minutes, accuracies may take hours).
     """
     from residualquant.repro.run import make_tables
 
-    make_tables(profile, only)
+    make_tables(profile, only, compute)
 
 
 def figures(profile: Profile = "mini", only: Only = ()) -> None:
@@ -291,7 +495,7 @@ def info() -> None:
 def train() -> None:
     """Train one small model on the procedural tasks (one GPU, minutes).
 
-    The defaults are the first of the two runs behind mini-ouro-maths; `make train` does all four of both minis.
+    The defaults are the first of the two runs behind mini-ouro-maths; `make train` does all six of the three minis.
     """
 
 
@@ -318,9 +522,13 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "bits": bits,
     "train": train,
     "calibrate": calibrate,
+    "trace": trace,
     "eval": evaluate,
     "serve": serve,
+    "inspect": inspect,
     "reproduce": reproduce,
+    "cells": cells,
+    "collect": collect,
     "tables": tables,
     "figures": figures,
     "report": report,

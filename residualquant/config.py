@@ -7,8 +7,10 @@ A configuration describes one *loop group*: the loops whose KV states are coded 
 from __future__ import annotations
 
 import dataclasses
+import operator
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, SupportsIndex
 
 BITS = (0, 1, 2, 3, 4, 8, 16)
 GROUP_SIZES = (16, 32, 64)
@@ -36,6 +38,8 @@ class KVQuantConfig:
         rounding: "fp32", or "bf16" to round prediction, residual and reconstruction as the authors' exporter does.
         sink_tokens: first tokens that the cache keeps in BF16.
         recent_tokens: last tokens that the cache keeps in BF16 until they leave the window.
+        layer_bits: other ``bits`` for single layers (from 0), as ``((layer, bits), ...)``: a first layer whose keys
+            have outliers may need more. Integer sequences of any kind are taken.
 
     Raises:
         ValueError: any value outside these choices; the message names it.
@@ -51,13 +55,11 @@ class KVQuantConfig:
     rounding: str = "fp32"
     sink_tokens: int = 0
     recent_tokens: int = 0
+    layer_bits: tuple[tuple[int, tuple[int, ...]], ...] = ()
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "bits", tuple(self.bits))
-        if not self.bits:
-            raise ValueError("bits must name at least one loop, got ()")
-        for bits in self.bits:
-            _check_choice("bits of a loop", bits, BITS)
+        object.__setattr__(self, "bits", _bits_of("bits", self.bits))
+        object.__setattr__(self, "layer_bits", _layer_bits_of(self.layer_bits, self.loops))
         _check_choice("group_size", self.group_size, GROUP_SIZES)
         _check_choice("int4_group_size", self.int4_group_size, GROUP_SIZES)
         _check_choice("reference", self.reference, REFERENCES)
@@ -75,6 +77,38 @@ class KVQuantConfig:
         for loop, bits in enumerate(self.bits):
             if bits == 0 and self.reference_of(loop) is None:
                 raise ValueError(f"loop {loop} has no reference, so it needs more than 0 bits, got bits={self.bits}")
+        for layer, _ in self.layer_bits:
+            self.for_layer(layer)
+
+    def for_layer(self, layer: int | None) -> KVQuantConfig:
+        """How ``layer`` (from 0) is coded: this configuration with that layer's bits, and no overrides any more.
+
+        None means a layer that has no bits of its own.
+        """
+        if not self.layer_bits:
+            return self
+        return dataclasses.replace(self, bits=dict(self.layer_bits).get(layer, self.bits), layer_bits=())
+
+    @property
+    def for_edge(self) -> KVQuantConfig:
+        """How layers that run once are coded: directly at INT4 g=32 without rotation, or raw where the codec is off."""
+        bits = (RAW_BITS,) if self.is_off else (4,)
+        windows = {"sink_tokens": self.sink_tokens, "recent_tokens": self.recent_tokens}
+        return KVQuantConfig(bits, reference="direct", **windows)
+
+    @property
+    def codec(self) -> KVQuantConfig:
+        """What decides the codes of states that are in their rotated space already; equal for whoever codes alike."""
+        kept = {}
+        if any(bits in (1, 2, 3) for bits in self.bits):
+            kept["group_size"] = self.group_size
+        if any(bits in (4, 8) for bits in self.bits):
+            kept["int4_group_size"] = self.int4_group_size
+        if 2 in self.bits:
+            kept["int2_clip"] = self.int2_clip
+        if any(self.reference_of(loop) is not None for loop in range(self.loops)):
+            kept["coefficient"] = self.coefficient
+        return KVQuantConfig(self.bits, reference=self.reference, rounding=self.rounding, **kept)
 
     @property
     def loops(self) -> int:
@@ -83,8 +117,14 @@ class KVQuantConfig:
 
     @property
     def is_off(self) -> bool:
-        """True where every loop is stored raw: the plain BF16 cache."""
-        return all(bits == RAW_BITS for bits in self.bits)
+        """True where every loop of every layer is stored raw: the plain BF16 cache."""
+        precisions = (self.bits, *(bits for _, bits in self.layer_bits))
+        return all(bits == RAW_BITS for loops in precisions for bits in loops)
+
+    @property
+    def has_windows(self) -> bool:
+        """True where the cache keeps some tokens in BF16."""
+        return self.sink_tokens + self.recent_tokens > 0
 
     @property
     def anchor(self) -> int | None:
@@ -116,15 +156,21 @@ class KVQuantConfig:
         """True where a BF16 coefficient is stored for every token and head of ``loop``."""
         return self.reference_of(loop) is not None and self.coefficient != "unit"
 
-    def effective_bits(self, head_dim: int) -> float:
+    def effective_bits(self, head_dim: int, layers: int | None = None) -> float:
         """Stored bits per K or V value, b_eff of App. A.3; see :func:`residualquant.layout.effective_bits`."""
         from residualquant.layout import effective_bits
 
-        return effective_bits(self, head_dim)
+        return effective_bits(self, head_dim, layers)
 
     @property
     def label(self) -> str:
-        """The paper's name of the precision: "BF16", "INT2 g=32", "INT2/4 g=16", or the bits spelt out."""
+        """The paper's name of the precision: "BF16", "INT2 g=32", "INT2/4 g=16", or the bits spelt out.
+
+        A layer with bits of its own follows as in "INT2 g=32, layer 0 BF16".
+        """
+        if self.layer_bits:
+            others = (f"layer {n} {self.for_layer(n).label.partition(' ')[0]}" for n, _ in self.layer_bits)
+            return ", ".join((dataclasses.replace(self, layer_bits=()).label, *others))
         if self.is_off:
             return "BF16"
         kinds = sorted(set(self.bits))
@@ -137,8 +183,13 @@ class KVQuantConfig:
         return f"INT[{','.join(map(str, self.bits))}] g={size}"
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, ready for JSON; :meth:`from_dict` reads them back."""
-        return {**dataclasses.asdict(self), "bits": list(self.bits)}
+        """Plain values, ready for JSON; :meth:`from_dict` reads them back.
+
+        ``layer_bits`` is left out where there are none, so that what was measured before them keeps its name.
+        """
+        values = {**dataclasses.asdict(self), "bits": list(self.bits)}
+        overrides = [[layer, list(bits)] for layer, bits in values.pop("layer_bits")]
+        return {**values, "layer_bits": overrides} if overrides else values
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> KVQuantConfig:
@@ -156,6 +207,31 @@ class KVQuantConfig:
 def _check_choice(name: str, value: Any, choices: tuple) -> None:
     if type(value) is not type(choices[0]) or value not in choices:
         raise ValueError(f"{name} must be one of {', '.join(map(str, choices))}, got {value!r}")
+
+
+def _bits_of(name: str, value: Any) -> tuple[int, ...]:
+    """The precisions of a loop group as plain integers."""
+    if isinstance(value, (str, bytes)) or not isinstance(value, Iterable):
+        raise ValueError(f"{name} must be a sequence of one precision per loop, got {value!r}")
+    bits = tuple(operator.index(b) if isinstance(b, SupportsIndex) and not isinstance(b, bool) else b for b in value)
+    if not bits:
+        raise ValueError(f"{name} must name at least one loop, got ()")
+    for one in bits:
+        _check_choice(f"{name} of a loop", one, BITS)
+    return bits
+
+
+def _layer_bits_of(value: Any, loops: int) -> tuple[tuple[int, tuple[int, ...]], ...]:
+    """The overrides in order of their layers."""
+    try:
+        pairs = [(operator.index(layer), bits) for layer, bits in value]
+    except (TypeError, ValueError):
+        raise ValueError(f"layer_bits must be pairs (layer, bits of every loop), got {value!r}") from None
+    given = [(layer, _bits_of("layer_bits", bits)) for layer, bits in pairs]
+    layers = [layer for layer, _ in given]
+    if len(set(layers)) < len(layers) or min(layers, default=0) < 0 or any(len(bits) != loops for _, bits in given):
+        raise ValueError(f"layer_bits must name distinct layers from 0, each with bits of {loops} loops, got {value!r}")
+    return tuple(sorted(given))
 
 
 def _int2_4(loops: int, reference: str) -> tuple[int, ...]:

@@ -6,27 +6,31 @@ one (prompt, configuration). On two CPU cores a step's fixed cost and the weight
 what remains is the memory bandwidth of reading every row's past.
 
 Rows live in *lanes*: a few prompts of similar length under all configurations, admitted together, each with its own
-:class:`~residualquant.cache.DecodeCache`. Finished rows are dropped from their lane; an empty lane's memory goes to
+:class:`~residualquant.batch.DecodeCache`. Finished rows are dropped from their lane; an empty lane's memory goes to
 the next prompts. Memory figures of the method come from the packed cache, not from these dequantised copies.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from residualquant.attention import attend_prompt, compute_dtype, make_finite, rotate, rotate_back, to_bf16
-from residualquant.cache import DecodeCache, LayerRotations, RotationMap, loop_groups, reconstruct_all
-from residualquant.config import RAW_BITS, KVQuantConfig, preset
+from residualquant.attention import attend_prompt, compute_dtype, count_unusable, make_finite, make_finite_
+from residualquant.batch import Coding, DecodeCache, RotationStack, Slots, codings, turn
+from residualquant.cache import LayerRotations, RotationMap, loop_groups
+from residualquant.config import KVQuantConfig, preset
 from residualquant.models.base import LoopedModel
 
+ROTATED_TOKENS = 4096  # prompt tokens whose K and V are rotated at a time
 MAX_ROWS = {"cpu": 544, "cuda": 4096}
 LANE_ROWS = {"cpu": 68, "cuda": 1024}
 CPU_MEMORY = 4 * 2**30
 CUDA_MEMORY_FRACTION = 0.7
+PREFILL_COPIES, PREFILL_FRACTION = 6, 0.25  # of a prompt's K and V that a prefill holds; of the caches' memory for them
 
 
 @dataclass(frozen=True)
@@ -59,7 +63,8 @@ def iter_decode(
 ) -> Iterator[Completion]:
     """Greedy completions of every prompt under every configuration, yielded as they finish.
 
-    The longest prompts go first. The same call gives the same completions in the same order.
+    The longest prompts go first. The same call gives the same completions in the same order. K and V that are NaN,
+    infinite or beyond +-65504 are replaced, and counted in a RuntimeWarning per configuration at the end.
 
     Args:
         model: a looped model.
@@ -79,7 +84,7 @@ def iter_decode(
             numbers below 1, or a calibrated rotation that is missing.
     """
     prompts = [list(prompt) for prompt in prompts]
-    _check_request(model, prompts, configs, max_new_tokens, max_rows, memory_bytes)
+    check_request(model, prompts, configs, max_new_tokens, max_rows, memory_bytes)
     decoder = _Decoder(model, prompts, list(configs), max_new_tokens, set(eos_ids), rotations or {})
     return decoder.run(*decoder.plan(max_rows, memory_bytes), progress, set(skip))
 
@@ -121,7 +126,12 @@ def generate(
     return answers
 
 
-def _check_request(model, prompts, configs, max_new_tokens, max_rows, memory_bytes) -> None:
+def check_request(model, prompts, configs, max_new_tokens, max_rows=None, memory_bytes=None) -> None:
+    """Refuse what :func:`iter_decode` cannot do, before anything runs.
+
+    Raises:
+        ValueError: as there; the message names the value.
+    """
     for name, value in (("max_new_tokens", max_new_tokens), ("max_rows", max_rows), ("memory_bytes", memory_bytes)):
         if value is not None and value < 1:
             raise ValueError(f"{name} must be at least 1, got {value}")
@@ -145,12 +155,16 @@ def _check_request(model, prompts, configs, max_new_tokens, max_rows, memory_byt
 
 @dataclass
 class _Lane:
-    """Prompts admitted together, one row per (prompt, configuration); ``tokens`` [rows] are the newest ones."""
+    """Prompts admitted together, one row per (configuration, prompt) of ``sequences``.
+
+    ``tokens`` [rows] are the newest ones, ``unusable`` [rows] how many values of the prompts had to be replaced.
+    """
 
     cache: DecodeCache
     storage: Tensor
     tokens: Tensor
     sequences: list[tuple[int, int]]
+    unusable: Tensor
     outputs: list[list[int]] = field(default_factory=list)
     alive: list[bool] = field(default_factory=list)
 
@@ -187,11 +201,14 @@ class _Lane:
 
 @dataclass
 class _Layout:
-    """Which rows of the whole batch belong to which lane, configuration and rotation."""
+    """Which rows of the whole batch belong to which lane and codec, and to the configurations of which rotations.
+
+    ``rotated`` pairs a stack with the rows [C, n] of its configurations, padded by the row after the last one.
+    """
 
     slices: list[slice]
-    by_config: list[tuple[int, Tensor]]
-    by_rotation: list[tuple[LayerRotations, Tensor]]
+    codings: list[Coding]
+    rotated: list[tuple[RotationStack, Tensor]]
 
 
 class _Decoder:
@@ -200,11 +217,36 @@ class _Decoder:
     def __init__(self, model, prompts, configs, max_new_tokens, eos_ids, rotations):
         self.model, self.prompts, self.configs = model, prompts, configs
         self.limit, self.eos_ids = max_new_tokens, eos_ids
-        self.shape, self.device, self.dtype = model.kv_shape, model.device, compute_dtype(model.dtype)
-        self.rotations = [
-            LayerRotations(cfg, self.shape, self.device, rotations.get(index)) for index, cfg in enumerate(configs)
-        ]
+        self.slots, self.device = Slots(model.kv_shape, model.edge_layers), model.device
+        self.dtype = compute_dtype(model.dtype)
+        self.rotations = self._stack(rotations)
+        self.spaces = self._share_spaces()
+        self.sanitised = [0] * len(configs)
         self._buffers: dict[str, Tensor] = {}
+
+    def _stack(self, given: Mapping[int, RotationMap]) -> list[tuple[RotationStack, int] | None]:
+        """The stack that holds each configuration's rotations, and its place there; None without rotation."""
+        alike: dict[int | str, dict[int, LayerRotations]] = {}
+        for index, cfg in enumerate(self.configs):
+            own = LayerRotations(cfg, self.slots.shape, self.device, given.get(index))
+            if not own.is_shared:
+                alike.setdefault(cfg.loops, {})[index] = own
+            elif own.shared is not None:
+                alike.setdefault(cfg.rotation, {})[index] = own
+        places: list[tuple[RotationStack, int] | None] = [None] * len(self.configs)
+        for members in alike.values():
+            stack = RotationStack(list(members.values()), self.slots.shape, self.dtype)
+            for place, index in enumerate(members):
+                places[index] = (stack, place)
+        return places
+
+    def _share_spaces(self) -> list[tuple[tuple[RotationStack, int] | None, list[int]]]:
+        """Rotations, each with the configurations whose states are in its space."""
+        spaces: dict = {}
+        for column, rotation in enumerate(self.rotations):
+            key = rotation and (id(rotation[0]), None if rotation[0].is_shared else rotation[1])
+            spaces.setdefault(key, (rotation, []))[1].append(column)
+        return list(spaces.values())
 
     def plan(self, max_rows: int | None, memory_bytes: int | None) -> tuple[int, int]:
         """How many lanes, and how many prompts in each: at least one prompt under all configurations."""
@@ -214,15 +256,15 @@ class _Decoder:
             cuda = kind == "cuda"
             memory_bytes = int(CUDA_MEMORY_FRACTION * torch.cuda.mem_get_info(self.device)[0]) if cuda else CPU_MEMORY
         width = len(self.configs)
-        prompt_bytes = 4 * DecodeCache.numel(self.shape, width, self._capacity(self.prompts))
+        prompt_bytes = 4 * self.slots.values(width, self._capacity(self.prompts))
         lane_rows = min(rows, LANE_ROWS.get(kind, LANE_ROWS["cuda"]))
-        per_lane = max(1, min(len(self.prompts), lane_rows // width, memory_bytes // prompt_bytes))
+        prefill_bytes = PREFILL_COPIES * 4 * self.slots.values(1, max(map(len, self.prompts)))
+        fitting = min(memory_bytes // prompt_bytes, int(PREFILL_FRACTION * memory_bytes) // prefill_bytes)
+        per_lane = max(1, min(len(self.prompts), lane_rows // width, fitting))
         lanes = max(1, min(rows // (per_lane * width), memory_bytes // (per_lane * prompt_bytes)))
         return min(lanes, -(-len(self.prompts) // per_lane)), per_lane
 
-    def run(
-        self, lane_count: int, per_lane: int, progress: bool, skip: set[tuple[int, int]]
-    ) -> Iterator[Completion]:
+    def run(self, lane_count: int, per_lane: int, progress: bool, skip: set[tuple[int, int]]) -> Iterator[Completion]:
         """Admit, step and collect until every sequence has been yielded."""
         from tqdm.auto import tqdm
 
@@ -239,6 +281,7 @@ class _Decoder:
                     lane.alive = [sequence not in skip for sequence in lane.sequences]
                     lanes.append(lane)
                     layout = None
+                    self._count(lane, lane.unusable.tolist())
                     for done in lane.collect(lane.tokens.tolist(), self.eos_ids, self.limit):
                         bar.update()
                         yield done
@@ -252,11 +295,29 @@ class _Decoder:
                 if not lanes:
                     continue
                 layout = layout or self._layout(lanes)
-                newest = self._step(lanes, layout).tolist()
+                newest, unusable = self._step(lanes, layout)
                 for lane, rows in zip(lanes, layout.slices):
+                    self._count(lane, unusable[rows])
                     for done in lane.collect(newest[rows], self.eos_ids, self.limit):
                         bar.update()
                         yield done
+
+        self._warn()
+
+    def _count(self, lane: _Lane, unusable: list[int]) -> None:
+        """Add what was replaced in the rows that are still decoded to their configurations' numbers."""
+        for (column, _), alive, count in zip(lane.sequences, lane.alive, unusable):
+            self.sanitised[column] += alive * count
+
+    def _warn(self) -> None:
+        for cfg, count in zip(self.configs, self.sanitised):
+            if count:
+                about = f"{cfg.label}, {cfg.reference}, rotation {cfg.rotation}"
+                warnings.warn(
+                    f"{count} values of K and V under {about} were NaN, infinite or beyond +-65504 and were replaced",
+                    RuntimeWarning,
+                    stacklevel=3,
+                )
 
     def _capacity(self, prompts: Sequence[Sequence[int]]) -> int:
         return max(map(len, prompts)) + self.limit
@@ -274,108 +335,120 @@ class _Decoder:
         prompts = [self.prompts[index] for index in indices]
         width, capacity = len(self.configs), self._capacity(prompts)
         if storage is None:
-            numel = DecodeCache.numel(self.shape, len(prompts) * width, capacity)
-            storage = torch.zeros(numel, dtype=self.dtype, device=self.device)
-        cache = DecodeCache(self.shape, self.configs * len(prompts), capacity, storage)
-        kv, first = self._prefill(prompts)
-        rotated: dict[int, Tensor] = {}
-        for column, (cfg, rotations) in enumerate(zip(self.configs, self.rotations)):
-            rebuilt = self._rebuild_prompts(kv, cfg, rotations, rotated)
-            raw = rotations.rotate_all(to_bf16(kv)) if cfg.sink_tokens or cfg.recent_tokens else rebuilt
-            for place, prompt in enumerate(prompts):
-                own = slice(kv.shape[4] - len(prompt), None)
-                row = place * width + column
-                cache.fill(row, raw[:, :, :, place, own], rebuilt[:, :, :, place, own])
+            size = self.slots.values(len(prompts) * width, capacity)
+            storage = torch.zeros(size, dtype=self.dtype, device=self.device)
+        cache = DecodeCache(self.slots, self.configs * len(prompts), capacity, storage)
+        kv, first, unusable = self._prefill(prompts)
+        rebuilt = self._buffer("rebuilt prompts", *kv.shape)
+        for rotation, columns in self.spaces:
+            rotated = self._rotate_prompts(kv, rotation)
+            for column in columns:
+                rebuilt.copy_(rotated)
+                for coding in codings(self.slots, [(self.configs[column], slice(None), rotation)], self.device):
+                    coding.apply(rebuilt.flatten(0, 1))
+                for place, prompt in enumerate(prompts):
+                    own = (place, slice(kv.shape[1] - len(prompt), None))
+                    cache.fill(place * width + column, rotated[own], rebuilt[own])
         sequences = [(column, index) for index in indices for column in range(width)]
-        return _Lane(cache, storage, first.repeat_interleave(width), sequences)
+        return _Lane(cache, storage, first.repeat_interleave(width), sequences, unusable.repeat_interleave(width))
 
-    def _rebuild_prompts(
-        self, kv: Tensor, cfg: KVQuantConfig, rotations: LayerRotations, rotated: dict[int, Tensor]
-    ) -> Tensor:
-        """:func:`reconstruct_all`; ``rotated`` keeps ``kv`` in a rotation's space for the next configuration of it."""
-        if rotations.shared is None or RAW_BITS in cfg.bits:
-            return reconstruct_all(kv, cfg, rotations)
-        key = id(rotations.shared)
-        if key not in rotated:
-            rotated[key] = rotations.rotate_all(make_finite(kv))
-        plain = replace(cfg, rotation="none")
-        return reconstruct_all(rotated[key], plain, LayerRotations(plain, self.shape, self.device))
+    def _rotate_prompts(self, kv: Tensor, rotation: tuple[RotationStack, int] | None) -> Tensor:
+        """``kv`` [B, T, slots, 2, H, D] in the space of ``rotation``."""
+        if rotation is None:
+            return kv
+        rotated = self._buffer("rotated prompts", *kv.shape).copy_(kv)
+        for tokens in rotated.flatten(0, 1)[:, : self.slots.looped].split(ROTATED_TOKENS):
+            tokens.copy_(rotation[0].rotate(tokens[None], rotation[1])[0])
+        return rotated
 
-    def _prefill(self, prompts: list[list[int]]) -> tuple[Tensor, Tensor]:
-        """K and V [loops, layers, 2, B, T, H, D] of left-padded prompts, of BF16 precision, and the next tokens [B]."""
-        s, longest = self.shape, max(map(len, prompts))
+    def _prefill(self, prompts: list[list[int]]) -> tuple[Tensor, Tensor, Tensor]:
+        """K and V of left-padded prompts, the next tokens, and how many values of each prompt had to be replaced.
+
+        Returns:
+            [B, T, slots, 2, H, D] of BF16 precision and finite; [B]; [B].
+        """
+        s, longest = self.slots.shape, max(map(len, prompts))
         ids = torch.tensor([[0] * (longest - len(p)) + p for p in prompts], device=self.device)
         padding = torch.tensor([longest - len(p) for p in prompts], device=self.device)[:, None]
         columns = torch.arange(longest, device=self.device)
         valid = columns >= padding if min(map(len, prompts)) < longest else None
-        kv = self._buffer("prefill", s.loops, s.layers, 2, len(prompts), longest, s.kv_heads, s.head_dim)
+        kv = self._buffer("prompts", len(prompts), longest, self.slots.count, 2, s.kv_heads, s.head_dim)
 
         def attend(loop: int, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            kv[loop, layer, 0].copy_(k.to(torch.bfloat16))
-            kv[loop, layer, 1].copy_(v.to(torch.bfloat16))
-            return attend_prompt(q, to_bf16(k), to_bf16(v), valid)
+            step = torch.stack((k, v), 2).to(torch.bfloat16)
+            kv[:, :, self.slots.of(loop, layer)] = step
+            return attend_prompt(q, *make_finite(step).unbind(2), valid)
 
         logits = self.model(ids, (columns - padding).clamp(min=0), attend, last_only=True).logits
-        return kv, logits[:, -1].argmax(-1)
+        unusable = (count_unusable(kv, 2) * (columns >= padding)).sum(1)
+        return make_finite_(kv), logits[:, -1].argmax(-1), unusable
 
     def _layout(self, lanes: list[_Lane]) -> _Layout:
         slices, start = [], 0
         rows_of: dict[int, list[int]] = {}
         for lane in lanes:
             slices.append(slice(start, start + lane.cache.rows))
-            for row, (config_index, _) in enumerate(lane.sequences):
-                rows_of.setdefault(config_index, []).append(start + row)
+            for row, (column, _) in enumerate(lane.sequences):
+                rows_of.setdefault(column, []).append(start + row)
             start += lane.cache.rows
-        by_config = [(c, torch.tensor(rows, device=self.device)) for c, rows in sorted(rows_of.items())]
-        shared: dict[int, list[Tensor]] = {}
-        by_rotation = []
-        for c, rows in by_config:
-            rotations = self.rotations[c]
-            if not rotations.is_shared:
-                by_rotation.append((rotations, rows))
-            elif rotations.shared is not None:
-                shared.setdefault(id(rotations.shared), []).append(rows)
-        for key, rows in shared.items():
-            owner = next(r for r in self.rotations if r.is_shared and id(r.shared) == key)
-            by_rotation.append((owner, torch.cat(rows)))
-        return _Layout(slices, by_config, by_rotation)
+        coded, stacks = [], {}
+        for column, rows in sorted(rows_of.items()):
+            rotation = self.rotations[column]
+            coded.append((self.configs[column], torch.tensor(rows, device=self.device), rotation))
+            if rotation is not None:
+                stacks.setdefault(id(rotation[0]), (rotation[0], {}))[1][rotation[1]] = rows
+        rotated = [(stack, stack.index(rows, spare=start).to(self.device)) for stack, rows in stacks.values()]
+        return _Layout(slices, codings(self.slots, coded, self.device), rotated)
 
     @torch.no_grad()
-    def _step(self, lanes: list[_Lane], layout: _Layout) -> Tensor:
-        """Decode one token of every row [rows]; the token before it is packed once its last loop is done."""
-        s, rows = self.shape, layout.slices[-1].stop
-        stage = self._buffer("stage", s.loops, s.layers, 2, rows, s.kv_heads, s.head_dim)
+    def _step(self, lanes: list[_Lane], layout: _Layout) -> tuple[list[int], list[int]]:
+        """Decode one token of every row; the token before it is packed once its last loop is done.
+
+        Returns:
+            The new token of every row, and how many values of K and V of the one before had to be replaced.
+        """
+        s, rows = self.slots.shape, layout.slices[-1].stop
+        stage = self._buffer("stage", rows + 1, self.slots.count, 2, s.kv_heads, s.head_dim)
         for lane in lanes:
             lane.cache.begin_step()
 
         def attend(loop: int, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return self._attend(lanes, layout, stage, loop, layer, q[:, 0], k[:, 0], v[:, 0])[:, None]
+            slot = self.slots.of(loop, layer)
+            return self._attend(lanes, layout, stage, slot, q[:, 0], k[:, 0], v[:, 0])[:, None]
 
         ids = torch.cat([lane.tokens for lane in lanes])[:, None]
         positions = torch.cat([lane.cache.lengths for lane in lanes])[:, None]
         logits = self.model(ids, positions, attend, last_only=True).logits
         newest = logits[:, -1].argmax(-1)
-        rebuilt = self._buffer("rebuilt", *stage.shape)
-        for config_index, own in layout.by_config:
-            cfg, rotations = self.configs[config_index], self.rotations[config_index]
-            new = reconstruct_all(stage.index_select(3, own), cfg, rotations)
-            rebuilt.index_copy_(3, own, new.to(self.dtype))
+        unusable = count_unusable(stage[:rows], 1)
+        make_finite_(stage)
+        looped = stage[:, : self.slots.looped]
+        for stack, index in layout.rotated:
+            looped[index] = stack.rotate(looped[index]).to(self.dtype)
+        raw = stage.clone() if any(cfg.has_windows for cfg in self.configs) else stage
+        for coding in layout.codings:
+            coding.apply(stage)
         for lane, own in zip(lanes, layout.slices):
-            lane.cache.commit(rebuilt[:, :, :, own])
+            lane.cache.commit(raw[own], stage[own])
             lane.tokens = newest[own]
-        return newest
+        newest, unusable = torch.stack((newest, unusable)).tolist()
+        return newest, unusable
 
-    def _attend(self, lanes, layout, stage, loop, layer, q, k, v) -> Tensor:
-        """One (loop, layer) of a step for all rows: q [rows, Hq, D], k and v [rows, H, D] -> [rows, Hq, D]."""
-        query, keys, values = q.to(self.dtype), to_bf16(k).to(self.dtype), to_bf16(v).to(self.dtype)
-        stage[loop, layer, 0].copy_(k.to(torch.bfloat16))
-        stage[loop, layer, 1].copy_(v.to(torch.bfloat16))
-        for rotations, own in layout.by_rotation:
-            for x, kind in ((query, "k"), (keys, "k"), (values, "v")):
-                x.index_copy_(0, own, rotate(x.index_select(0, own), rotations.of_loop(loop, layer, kind)))
-        out = torch.cat(
-            [lane.cache.attend(loop, layer, query[r], keys[r], values[r]) for lane, r in zip(lanes, layout.slices)]
-        )
-        for rotations, own in layout.by_rotation:
-            out.index_copy_(0, own, rotate_back(out.index_select(0, own), rotations.of_loop(loop, layer, "v")))
-        return out.to(q.dtype)
+    def _attend(self, lanes, layout, stage, slot, q, k, v) -> Tensor:
+        """One slot of a step for all rows: q [rows, Hq, D], k and v [rows, H, D] -> [rows, Hq, D]."""
+        (rows, heads, dim), queries = k.shape, q.shape[1] // k.shape[1]
+        kv = torch.stack((k, v), 2).to(torch.bfloat16)
+        stage[:rows, slot] = kv.transpose(1, 2)
+        vectors = self._buffer("vectors", rows + 1, heads, queries + 2, dim)
+        vectors[:rows, :, :queries] = q.unflatten(1, (heads, queries))
+        vectors[:rows, :, queries:] = make_finite_(kv)
+        rotated = layout.rotated if slot < self.slots.looped else ()
+        for stack, index in rotated:
+            turn(vectors[:, :, :-1], index, stack.of_slot(slot, "k"))
+            turn(vectors[:, :, -1:], index, stack.of_slot(slot, "v"))
+        out = self._buffer("outputs", rows + 1, heads, queries, dim)
+        for lane, own in zip(lanes, layout.slices):
+            out[own] = lane.cache.attend(slot, vectors[own])
+        for stack, index in rotated:
+            turn(out, index, stack.of_slot(slot, "v").mT)
+        return out[:rows].flatten(1, 2).to(q.dtype)

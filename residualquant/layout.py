@@ -1,15 +1,21 @@
 """Every bit and byte count of the method, and the layout of a page.  No tensors here.
 
 Three kinds of number are kept apart: what is *stored* per token and head (capacity), what is *read* per decode step to
-rebuild all loops (traffic), and how many stored loop states that means (logical reads, App. D).
+rebuild all loops (traffic), and how many stored loop states that means (logical reads, App. D). All are per layer:
+means over ``layers`` layers, which must be given where some have bits of their own (``cfg.layer_bits``).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from statistics import mean
+from typing import TYPE_CHECKING
 
 from residualquant.config import RAW_BITS, KVQuantConfig
+
+if TYPE_CHECKING:
+    from residualquant.models.base import KVShape
 
 ALPHA_BYTES = 2  # BF16
 METADATA_BYTES_PER_GROUP = 2  # FP8 e4m3fn scale, then FP8 e4m3fn offset
@@ -19,13 +25,23 @@ def check_head_dim(cfg: KVQuantConfig, head_dim: int) -> None:
     """Check that heads of ``head_dim`` channels split into whole groups and whole bytes.
 
     Raises:
-        ValueError: ``head_dim`` is not a positive multiple of 16, or not of some loop's group size.
+        ValueError: ``head_dim`` is not a positive multiple of 16, or not of some loop's group size in some layer.
     """
     if head_dim <= 0 or head_dim % 16:
         raise ValueError(f"head_dim must be a positive multiple of 16, got {head_dim}")
-    for loop, group_size in enumerate(cfg.group_sizes):
-        if group_size is not None and head_dim % group_size:
-            raise ValueError(f"head_dim {head_dim} is not divisible by the group size {group_size} of loop {loop}")
+    for one in {cfg.for_layer(layer) for layer in (None, *dict(cfg.layer_bits))}:
+        for loop, group_size in enumerate(one.group_sizes):
+            if group_size is not None and head_dim % group_size:
+                raise ValueError(f"head_dim {head_dim} is not divisible by the group size {group_size} of loop {loop}")
+
+
+def _by_layer(cfg: KVQuantConfig, layers: int | None) -> list[KVQuantConfig]:
+    """The configuration of every layer; of one for all where they do not differ."""
+    if not cfg.layer_bits:
+        return [cfg]
+    if layers is None or layers <= cfg.layer_bits[-1][0]:
+        raise ValueError(f"layer_bits={cfg.layer_bits} needs the number of layers, more than that; got {layers}")
+    return [cfg.for_layer(layer) for layer in range(layers)]
 
 
 def codes_bytes(cfg: KVQuantConfig, loop: int, head_dim: int) -> int:
@@ -49,24 +65,38 @@ def loop_bytes(cfg: KVQuantConfig, loop: int, head_dim: int) -> int:
     return codes_bytes(cfg, loop, head_dim) + metadata_bytes(cfg, loop, head_dim) + alpha_bytes(cfg, loop)
 
 
-def stored_bytes(cfg: KVQuantConfig, head_dim: int) -> int:
-    """Bytes that one token and head takes over all loops of the group, K or V (App. A.3)."""
+def stored_bytes(cfg: KVQuantConfig, head_dim: int, layers: int | None = None) -> float:
+    """Bytes that one token and head takes over all loops of the group, K or V (App. A.3); whole without layer_bits."""
     check_head_dim(cfg, head_dim)
-    return sum(loop_bytes(cfg, loop, head_dim) for loop in range(cfg.loops))
+    return mean(sum(loop_bytes(c, loop, head_dim) for loop in range(c.loops)) for c in _by_layer(cfg, layers))
 
 
-def effective_bits(cfg: KVQuantConfig, head_dim: int) -> float:
+def effective_bits(cfg: KVQuantConfig, head_dim: int, layers: int | None = None) -> float:
     """Stored bits per value: ``mean_r(b_r + 16/g_r) + 16 (L-1) / (L D)`` (App. A.3).
 
-    The last term counts the stored coefficients only.  Rotations, means, padding, BF16 windows and buffers are not
-    part of it.
+    The last term counts the stored coefficients only.  Rotations, means, padding, BF16 windows, buffers and layers that
+    run once are not part of it.
     """
-    return 8 * stored_bytes(cfg, head_dim) / (cfg.loops * head_dim)
+    return 8 * stored_bytes(cfg, head_dim, layers) / (cfg.loops * head_dim)
 
 
-def capacity_ratio(cfg: KVQuantConfig, head_dim: int) -> float:
+def token_bytes(cfg: KVQuantConfig, shape: KVShape, edge_layers: int = 0) -> int:
+    """Bytes that one packed token takes in a whole model: K and V of all heads, loops and layers, run once or not."""
+    check_head_dim(cfg, shape.head_dim)
+    layers = [cfg.for_layer(layer) for layer in range(shape.layers)]
+    looped = shape.loops // cfg.loops * sum(stored_bytes(c, shape.head_dim) for c in layers)
+    return 2 * shape.kv_heads * (looped + edge_layers * stored_bytes(cfg.for_edge, shape.head_dim))
+
+
+def model_effective_bits(cfg: KVQuantConfig, shape: KVShape, edge_layers: int = 0) -> float:
+    """Stored bits per value of a whole model, the layers that run once included."""
+    values = 2 * shape.kv_heads * shape.head_dim * (shape.loops * shape.layers + edge_layers)
+    return 8 * token_bytes(cfg, shape, edge_layers) / values
+
+
+def capacity_ratio(cfg: KVQuantConfig, head_dim: int, layers: int | None = None) -> float:
     """How many times more tokens fit than with a BF16 cache: 16 / b_eff."""
-    return RAW_BITS / effective_bits(cfg, head_dim)
+    return RAW_BITS / effective_bits(cfg, head_dim, layers)
 
 
 def loops_read(cfg: KVQuantConfig, loop: int) -> tuple[int, ...]:
@@ -77,20 +107,23 @@ def loops_read(cfg: KVQuantConfig, loop: int) -> tuple[int, ...]:
     return tuple(chain)
 
 
-def logical_reads(cfg: KVQuantConfig) -> int:
+def logical_reads(cfg: KVQuantConfig, layers: int | None = None) -> float:
     """Stored loop states read per decode step: 2L-1 for a shared anchor, L(L+1)/2 for a chain (App. D)."""
-    return sum(len(loops_read(cfg, loop)) for loop in range(cfg.loops))
+    return mean(sum(len(loops_read(c, loop)) for loop in range(c.loops)) for c in _by_layer(cfg, layers))
 
 
-def bytes_read_per_step(cfg: KVQuantConfig, head_dim: int) -> int:
+def bytes_read_per_step(cfg: KVQuantConfig, head_dim: int, layers: int | None = None) -> float:
     """Bytes read per decode step for all loops of one past token and head, K or V."""
     check_head_dim(cfg, head_dim)
-    return sum(loop_bytes(cfg, read, head_dim) for loop in range(cfg.loops) for read in loops_read(cfg, loop))
+    return mean(
+        sum(loop_bytes(c, read, head_dim) for loop in range(c.loops) for read in loops_read(c, loop))
+        for c in _by_layer(cfg, layers)
+    )
 
 
-def traffic_ratio(cfg: KVQuantConfig, head_dim: int) -> float:
+def traffic_ratio(cfg: KVQuantConfig, head_dim: int, layers: int | None = None) -> float:
     """How many times fewer bytes a decode step reads than with a BF16 cache: the ceiling of any speed-up."""
-    return RAW_BITS // 8 * head_dim * cfg.loops / bytes_read_per_step(cfg, head_dim)
+    return RAW_BITS // 8 * head_dim * cfg.loops / bytes_read_per_step(cfg, head_dim, layers)
 
 
 PAGE_LAYOUT_VERSION = 1  # raise it with any change of offset, order or interleaving
@@ -137,7 +170,8 @@ class PageLayout:
         groups: loop groups per layer: 1 for Ouro, 8 for Huginn's 32 recurrences in groups of 4.
 
     Raises:
-        ValueError: a page size that is no multiple of 16, no group, or a head size that does not fit.
+        ValueError: a page size that is no multiple of 16, no group, a head size that does not fit, or bits of several
+            layers (each has pages of its own).
     """
 
     config: KVQuantConfig
@@ -147,6 +181,10 @@ class PageLayout:
 
     def __post_init__(self) -> None:
         check_head_dim(self.config, self.head_dim)
+        if self.config.layer_bits:
+            raise ValueError(
+                f"a page holds one layer: give config.for_layer(n), got layer_bits={self.config.layer_bits}"
+            )
         if self.page_tokens <= 0 or self.page_tokens % 16:
             raise ValueError(f"page_tokens must be a positive multiple of 16, got {self.page_tokens!r}")
         if self.groups < 1:

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from residualquant import layout
-from residualquant.affine import FP8, dequantize, pack_codes, quantize, unpack_codes
+from residualquant.affine import FP8, dequantize, pack_valid_codes, quantize, unpack_codes
 from residualquant.config import RAW_BITS, KVQuantConfig
 from residualquant.rotation import Rotation, rotation_for
 
@@ -162,7 +162,7 @@ def encode(x: Tensor, cfg: KVQuantConfig, rotation: Rotation | Tensor | None = N
         sanitised = (clean != given).sum(dtype=torch.int32)
         z = _rotate(_round_raw_loops(clean, cfg, x.dtype), rotation)
         loops: dict[int, PackedLoop] = {}
-        for coded in _code(z, cfg, rotation, rebuild_all=False):
+        for coded in _code(z, cfg, _means(rotation), rebuild_all=False):
             loops |= _pack(coded, clean, _raw_dtype(x.dtype))
         parts.append(PackedKV(cfg, x.shape[-1], tuple(loops[i] for i in range(cfg.loops)), rotation, sanitised))
     packed = concatenate(parts, 0) if len(parts) > 1 else parts[0]
@@ -186,9 +186,27 @@ def reconstruct(x: Tensor, cfg: KVQuantConfig, rotation: Rotation | Tensor | Non
     out = torch.empty(tokens.shape, dtype=torch.float32, device=x.device)
     for block in _blocks(tokens):
         clean = _round_raw_loops(_sanitise(tokens[:, block].float()), cfg, x.dtype)
-        for coded in _code(_rotate(clean, rotation), cfg, rotation, rebuild_all=True):
-            out[coded.step.slice, block] = coded.rebuilt
+        out[:, block] = reconstruct_rotated(_rotate(clean, rotation), cfg, _means(rotation))
     return out.reshape(x.shape)
+
+
+def reconstruct_rotated(z: Tensor, cfg: KVQuantConfig, means: Tensor | None = None) -> Tensor:
+    """Zhat of states that are in their rotated space already, each token in its own if need be (Sec. 3.2).
+
+    Args:
+        z: [L, n, ..., D] fp32, finite; the loops of a group and n tokens.
+        cfg: how to code; its rotation does not count.
+        means: mu of the anchor and of the other loops' residuals, [L, n or 1, ..., D] fp32, or None.
+
+    Returns:
+        [L, n, ..., D] fp32.
+    """
+    out = torch.empty(z.shape, dtype=torch.float32, device=z.device)
+    for block in _blocks(z):
+        own = means if means is None or means.shape[1] == 1 else means[:, block]
+        for coded in _code(z[:, block], cfg, own, rebuild_all=True):
+            out[coded.step.slice, block] = coded.rebuilt
+    return out
 
 
 def decode(packed: PackedKV, space: str = "original") -> Tensor:
@@ -233,12 +251,12 @@ class _Coded:
     rebuilt: Tensor | None
 
 
-def _code(z: Tensor, cfg: KVQuantConfig, rotation: Rotation | None, rebuild_all: bool) -> Iterator[_Coded]:
+def _code(z: Tensor, cfg: KVQuantConfig, means: Tensor | None, rebuild_all: bool) -> Iterator[_Coded]:
     """Code the rotated states z [L, n, ..., D] step by step; Zhat is rebuilt for references, or for all loops."""
     references = {step.reference for step in coding_steps(cfg)}
     rebuilt: dict[int, Tensor] = {}
     for step in coding_steps(cfg):
-        target, mean = z[step.slice], _means(rotation, step)
+        target, mean = z[step.slice], None if means is None else means[step.slice]
         codes = metadata = alpha = prediction = None
         if step.bits == RAW_BITS:
             zhat = target
@@ -301,11 +319,9 @@ def _round(value: Tensor, cfg: KVQuantConfig) -> Tensor:
     return value.bfloat16().float() if cfg.rounding == "bf16" else value
 
 
-def _means(rotation: Rotation | None, step: Step) -> Tensor | None:
-    """mu of the step's loops, [k, 1, ..., D], or None."""
-    if rotation is None or rotation.means is None:
-        return None
-    return rotation.means[step.slice].float().unsqueeze(1)
+def _means(rotation: Rotation | None) -> Tensor | None:
+    """mu of every loop, [L, 1, ..., D], or None."""
+    return None if rotation is None or rotation.means is None else rotation.means.float().unsqueeze(1)
 
 
 def _pack(coded: _Coded, clean: Tensor, raw_dtype: torch.dtype) -> dict[int, PackedLoop]:
@@ -317,7 +333,7 @@ def _pack(coded: _Coded, clean: Tensor, raw_dtype: torch.dtype) -> dict[int, Pac
     if step.bits == RAW_BITS:
         codes = states.to(raw_dtype)
     elif step.bits:
-        codes = pack_codes(coded.codes, step.bits)
+        codes = pack_valid_codes(coded.codes, step.bits)
         metadata = coded.metadata.view(torch.uint8).flatten(-2)
     return {loop: PackedLoop(codes[i], metadata[i], alpha[i]) for i, loop in enumerate(step.loops)}
 
@@ -329,18 +345,21 @@ def _unpack(tokens: PackedKV, step: Step, block: slice, z: Tensor) -> Tensor:
     stored_codes, stored_metadata, alpha = (torch.stack([part[block] for part in loops]) for loops in parts)
     if step.bits == RAW_BITS:
         return _rotate(stored_codes.float(), rotation)
+    means = _means(rotation)
     codes = metadata = prediction = None
     if step.reference is not None:
         prediction = _predict(alpha if alpha.shape[-1] else None, z[step.reference].unsqueeze(0), cfg)
     if step.bits:
         codes = unpack_codes(stored_codes, step.bits, tokens.head_dim)
         metadata = stored_metadata.view(FP8).unflatten(-1, (-1, 2))
-    return _rebuild(prediction, codes, metadata, _means(rotation, step), cfg)
+    return _rebuild(prediction, codes, metadata, None if means is None else means[step.slice], cfg)
 
 
 def _check_input(x: Tensor, cfg: KVQuantConfig, rotation: Rotation | Tensor | None) -> Rotation | None:
     """The rotation to use, after checking that input, configuration and rotation fit together."""
     shape = list(x.shape)
+    if cfg.layer_bits:
+        raise ValueError(f"x is of one layer: give cfg.for_layer(n), got layer_bits={cfg.layer_bits}")
     if not x.is_floating_point():
         raise ValueError(f"x must have a floating-point dtype, got {x.dtype}")
     if len(shape) < 2 or shape[0] != cfg.loops:

@@ -140,5 +140,26 @@ def test_wrong_arguments():
             quantize(x, 2, group_size)
     with pytest.raises(ValueError, match="got 16"):
         pack_codes(x, 16)
+    with pytest.raises(ValueError, match=r"must be torch\.uint8, got torch\.int32"):
+        unpack_codes(torch.zeros(16, dtype=torch.int32), 2, 64)
     with pytest.raises(ValueError, match="take 16 bytes, got 15"):
         unpack_codes(torch.zeros(15, dtype=torch.uint8), 2, 64)
+
+
+@pytest.mark.parametrize(
+    ("codes", "bits", "message"),
+    [
+        (torch.full((8,), 4), 2, "codes of 2 bits must be whole numbers from 0 to 3, got 4"),
+        (torch.full((8,), -1), 4, "from 0 to 15, got -1"),
+        (torch.full((8,), 0.5), 8, "from 0 to 255, got 0.5"),
+        (torch.full((8,), float("nan")), 4, "got nan"),
+        (torch.full((8,), float("inf")), 4, "got inf"),
+        (torch.ones(8), 0, "from 0 to 0, got 1.0"),
+        (torch.ones(8, dtype=torch.bool), 1, "whole numbers, got torch.bool"),
+        (torch.zeros(2, 12), 2, r"a multiple of 8, got \[2, 12\]"),
+        (torch.zeros(()), 2, r"got \[\]"),
+    ],
+)
+def test_what_is_no_code_is_not_packed(codes, bits, message):
+    with pytest.raises(ValueError, match=message):
+        pack_codes(codes, bits)

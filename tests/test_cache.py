@@ -1,13 +1,13 @@
-"""The packed cache: bytes, mutations and windows; the dequantised copy; attention over a packed past."""
+"""The packed cache: bytes, mutations and windows; attention over a packed past."""
 
 import pytest
 import torch
 
 from residualquant import layout
-from residualquant.attention import PackedAttention, attend_past_and_step, attend_prompt, rotate, rotate_back, to_bf16
-from residualquant.cache import DecodeCache, LayerRotations, PackedCache, reconstruct_all
+from residualquant.attention import PackedAttention, attend_past_and_step, attend_prompt, rotate, to_bf16
+from residualquant.cache import PackedCache
 from residualquant.config import KVQuantConfig, preset
-from residualquant.models.base import KVShape
+from residualquant.models.base import EDGE, KVShape
 from residualquant.models.ouro import Ouro, OuroConfig
 from residualquant.residual import encode
 from residualquant.rotation import Rotation
@@ -22,6 +22,7 @@ CONFIGS = [
     KVQuantConfig(bits=(3, 0, 8, 16), group_size=16, reference="last", rotation="hadamard"),
     KVQuantConfig(bits=(2, 4)),
     preset("INT2 g=32", sink_tokens=2, recent_tokens=3),
+    preset("INT2 g=32", rotation="hadamard", layer_bits=((0, (16,) * 4),)),
 ]
 IDS = [f"{c.label} {c.reference} {c.rotation} {c.sink_tokens}" for c in CONFIGS]
 each_config = pytest.mark.parametrize("cfg", CONFIGS, ids=IDS)
@@ -78,10 +79,36 @@ def random_rotations(shape, loops, seed=0):
 def test_nbytes_equals_the_arithmetic(cfg):
     tokens, batch = 9, 3
     windowed = min(tokens, cfg.sink_tokens + cfg.recent_tokens)
-    heads = 2 * SHAPE.layers * SHAPE.kv_heads * batch
-    groups = SHAPE.loops // cfg.loops
-    packed = (tokens - windowed) * heads * groups * layout.stored_bytes(cfg, SHAPE.head_dim)
-    assert filled(cfg, tokens, batch).nbytes == packed + windowed * heads * SHAPE.loops * SHAPE.head_dim * 2
+    raw = 2 * SHAPE.loops * SHAPE.layers * SHAPE.kv_heads * SHAPE.head_dim * 2
+    packed = layout.token_bytes(cfg, SHAPE)
+    assert filled(cfg, tokens, batch).nbytes == batch * ((tokens - windowed) * packed + windowed * raw)
+
+
+@pytest.mark.parametrize("cfg", [CONFIGS[0], CONFIGS[2], CONFIGS[7]], ids=str)
+def test_layers_that_run_once_are_cached_like_one_loop(cfg):
+    """Direct INT4 without rotation; their windows and bytes are counted as the others'."""
+    cache, tokens = PackedCache(SHAPE, cfg, edge_layers=2), 9
+    for layer in range(SHAPE.layers):
+        cache.append(layer, *random_kv(tokens, seed=layer))
+    k, v = random_kv(tokens, seed=5)
+    cache.append(2, k[:1], v[:1])
+    for start, stop in ((0, 5), (5, 6), (6, 9)):
+        given = [x[0, :, start:stop].transpose(1, 2) for x in (k, v)]
+        keys, _ = cache.update(*given, SHAPE.loops * SHAPE.layers + 1)
+        assert keys.shape[2] == stop == cache.get_seq_length(SHAPE.loops * SHAPE.layers + 1)
+    reference = PackedCache(KVShape(1, 2, 2, 64), cfg.for_edge)
+    for layer in range(2):
+        reference.append(layer, k[:1], v[:1])
+        for ours, theirs, past in zip(cache.read(2 + layer), reference.read(layer), cache.past(EDGE, layer)):
+            same(ours, theirs)
+            same(past, theirs[0])
+        assert cache.matrices(EDGE, layer) == (None, None)
+    assert cache.nbytes - filled(cfg, tokens).nbytes == reference.nbytes
+    if not cfg.recent_tokens:
+        assert cache.nbytes == 3 * tokens * layout.token_bytes(cfg, SHAPE, 2)
+    cache.crop(4)
+    cache.reorder_cache(torch.tensor([2, 2]))
+    same(cache.read(3)[1], reference.read(1)[1][:, [2, 2], :4])
 
 
 @each_config
@@ -131,6 +158,40 @@ def test_unusable_values_are_counted_and_spoil_no_other_token():
         assert ours.isfinite().all()
         differs = (ours != theirs).flatten(3).any(-1).any(0)
         assert differs.sum() <= 1
+
+
+def test_loops_come_in_turn_and_in_one_shape():
+    cache = filled(preset("INT2/4 g=32"))
+    k, v = random_kv(1)
+    with pytest.raises(ValueError, match="expects loop 0 next, got loop 1"):
+        cache.stage(1, 0, k[0], v[0])
+    cache.stage(0, 0, k[0], v[0])
+    with pytest.raises(ValueError, match="expects loop 1 next, got loop 0"):
+        cache.stage(0, 0, k[0], v[0])
+    with pytest.raises(ValueError, match=r"loop 1 must bring K of \[3, 1, 2, 64\], got \[3, 2, 2, 64\]"):
+        cache.stage(1, 0, *(x[1].repeat(1, 2, 1, 1) for x in (k, v)))
+    with pytest.raises(ValueError, match=r"k must be \[B, T, 2, 64\], got \[3, 1, 64\]"):
+        cache.stage(1, 0, k[1, :, :, 0], v[1, :, :, 0])
+    with pytest.raises(ValueError, match=r"v must be \[B, T, 2, 64\], got \[3, 1, 2, 32\]"):
+        cache.stage(1, 0, k[1], v[1, ..., :32])
+    with pytest.raises(ValueError, match="holds 3 sequences, got a batch of 2"):
+        cache.stage(1, 0, k[1, :2], v[1, :2])
+    with pytest.raises(ValueError, match=r"k must have a floating-point dtype, got torch\.uint8"):
+        cache.stage(1, 0, k[1].byte(), v[1])
+    with pytest.raises(ValueError, match=r"k must be \[B, H, T, D\], got \[1, 2, 64\]"):
+        cache.update(k[1, 0], v[1], 2)
+    for loop in range(1, 4):
+        cache.stage(loop, 0, k[loop], v[loop])
+    assert cache.length(0) == 8
+
+
+def test_values_beyond_bf16s_largest_within_the_limit_are_that_in_every_precision():
+    """65504, the codec's limit, would be rounded up to 65536 in a raw loop and not in a coded one."""
+    k, v = random_kv(2, 1)
+    k[:, 0, 0, 0, 0] = 1e9
+    cache = PackedCache(SHAPE, KVQuantConfig(bits=(2, 2, 16, 16)))
+    cache.append(0, k, v)
+    assert int(cache.sanitised) == 4 and cache.read(0)[0][2:, 0, 0, 0, 0].tolist() == [65280.0] * 2
 
 
 # ---- windows ------------------------------------------------------------------------------------------------------
@@ -273,10 +334,20 @@ def test_wrong_input_is_refused_with_its_value():
         cache.append(0, k[:3], v)
     with pytest.raises(ValueError, match="holds 3 sequences, got a batch of 2"):
         cache.append(0, k[:, :2], v[:, :2])
-    with pytest.raises(ValueError, match="expects loop 0 next, got loop 1"):
-        cache.stage(1, 0, k[0], v[0])
+    with pytest.raises(ValueError, match=r"one shape and device, got \[4, 3, 1, 2, 64\] on cpu and \[4, 3, 0, 2, 64\]"):
+        cache.append(0, k, v[:, :, :0])
+    with pytest.raises(ValueError, match=r"v must have a floating-point dtype, got torch\.int64"):
+        cache.append(0, k, v.long())
+    with pytest.raises(ValueError, match=r"one shape and device, got .* on cpu and .* on meta"):
+        cache.append(0, k, v.to("meta"))
+    with pytest.raises(ValueError, match="lives on cpu, got k and v on meta"):
+        cache.append(0, k.to("meta"), v.to("meta"))
     with pytest.raises(ValueError, match="below 8, got 8"):
         cache.update(k[0], v[0], 8)
+    for loop, layer in ((4, 0), (0, 2), (-2, 0), (EDGE, 0)):
+        for read in (cache.past, cache.matrices):
+            with pytest.raises(ValueError, match=f"no layer {layer} in loop {loop}"):
+                read(loop, layer)
     with pytest.raises(ValueError, match="bits for 3 loops, got a model of 4 loops"):
         PackedCache(SHAPE, KVQuantConfig(bits=(2, 2, 4)))
     with pytest.raises(ValueError, match=r"no oscar rotation was given for \(0, 0, 'k'\)"):
@@ -284,88 +355,6 @@ def test_wrong_input_is_refused_with_its_value():
     with pytest.raises(ValueError, match=r"must fit 2 heads of 64 channels, got \[128, 128\]"):
         wrong = {(0, n, kind): Rotation(torch.eye(128)) for n in range(2) for kind in "kv"}
         PackedCache(SHAPE, preset("INT2 g=32", rotation="oscar"), wrong)
-
-
-# ---- the dequantised copy -----------------------------------------------------------------------------------------
-
-
-def decode_cache(configs, lengths, capacity):
-    numel = DecodeCache.numel(SHAPE, len(configs), capacity)
-    # NaN beyond what is written would spoil attention; the owner hands over finite memory, old values here.
-    cache = DecodeCache(SHAPE, configs, capacity, torch.full((numel,), 7.0))
-    for row, (cfg, length) in enumerate(zip(configs, lengths)):
-        kv, rotations = row_kv(row)[:, :, :, :length], LayerRotations(cfg, SHAPE, "cpu")
-        cache.fill(row, rotations.rotate_all(kv), reconstruct_all(kv, cfg, rotations))
-    return cache
-
-
-def row_kv(row, tokens=12):
-    """[loops, layers, 2, T, H, D] of BF16 precision."""
-    layers = [torch.stack(random_kv(tokens, 1, seed=10 * row + n)) for n in range(SHAPE.layers)]
-    return to_bf16(torch.stack(layers)).float()[:, :, :, 0].transpose(1, 2).transpose(0, 1)
-
-
-def packed_row(cfg, row, tokens, step=None):
-    cache = PackedCache(SHAPE, cfg)
-    kv = row_kv(row)[:, :, :, :tokens]
-    for layer in range(SHAPE.layers):
-        for part in kv[:, layer].split(step or tokens, 2):
-            cache.append(layer, part[:, 0][:, None], part[:, 1][:, None])
-    return cache
-
-
-def assert_rows_match(cache, rows, lengths):
-    for place, (row, length) in enumerate(zip(rows, lengths)):
-        packed = packed_row(cache.configs[place], row, length)
-        for layer in range(SHAPE.layers):
-            for index, truth in enumerate(packed.read(layer, "rotated")):
-                same(cache.data[:, layer, index, place, :, :length].transpose(1, 2), truth[:, 0])
-
-
-def test_the_dequantised_copy_equals_the_packed_cache_bit_for_bit():
-    lengths = [6, 4, 5, 6, 3, 6, 4, 6]
-    cache = decode_cache(CONFIGS, lengths, 12)
-    assert_rows_match(cache, range(8), lengths)
-    rotations = [LayerRotations(cfg, SHAPE, "cpu") for cfg in CONFIGS]
-    for step in range(5):
-        tokens = torch.stack([row_kv(row)[:, :, :, n + step] for row, n in enumerate(lengths)], 3)
-        rotated = torch.stack([r.rotate_all(tokens[:, :, :, i]) for i, r in enumerate(rotations)], 3)
-        rebuilt = [reconstruct_all(tokens[:, :, :, i], c, rotations[i]) for i, c in enumerate(CONFIGS)]
-        cache.begin_step()
-        for loop in range(SHAPE.loops):
-            for layer in range(SHAPE.layers):
-                cache.attend(loop, layer, rotated[loop, layer, 0], *rotated[loop, layer])
-        cache.commit(torch.stack(rebuilt, 3))
-    assert_rows_match(cache, range(8), [n + 5 for n in lengths])
-    assert cache.lengths.tolist() == [n + 5 for n in lengths]
-
-
-def test_rows_that_are_let_go_leave_the_others_as_they_were():
-    lengths = [6, 4, 5, 6, 3, 6, 4, 6]
-    cache = decode_cache(CONFIGS, lengths, 12)
-    order = cache.keep([1, 4, 6, 7])
-    assert sorted(order) == [1, 4, 6, 7] and order[1] == 1
-    assert cache.configs == [CONFIGS[row] for row in order]
-    assert_rows_match(cache, order, [lengths[row] for row in order])
-    assert cache.keep([]) == [] and cache.rows == 0
-
-
-def test_a_copied_row_attends_as_the_packed_cache_does():
-    torch.manual_seed(3)
-    lengths = [6, 4, 5, 6, 3, 6, 4, 6]
-    cache = decode_cache(CONFIGS, lengths, 12)
-    cache.begin_step()
-    q = torch.randn(8, 4, 64)
-    rotations = [LayerRotations(cfg, SHAPE, "cpu") for cfg in CONFIGS]
-    step = torch.stack([row_kv(row)[1, 0, :, n] for row, n in enumerate(lengths)], 1)
-    matrices = [r.of_loop(1, 0, "k") for r in rotations]
-    query, keys, values = (torch.stack([rotate(x, m) for x, m in zip(xs, matrices)]) for xs in (q, *step))
-    out = cache.attend(1, 0, query, keys, values)
-    for row, (cfg, length) in enumerate(zip(CONFIGS, lengths)):
-        past = packed_row(cfg, row, length).past(1, 0)
-        token = tuple(x[row][None, None].to(torch.bfloat16) for x in step)
-        truth = attend_past_and_step(q[row][None, None], past, token, (matrices[row],) * 2)
-        torch.testing.assert_close(rotate_back(out[row], matrices[row]), truth[0, 0], atol=1e-5, rtol=1e-5)
 
 
 # ---- attention ----------------------------------------------------------------------------------------------------

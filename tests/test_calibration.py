@@ -9,6 +9,8 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from stand_ins import TextTokenizer
+from test_optr_h import random_gram
+from test_oscar import random_states
 
 from residualquant import cli
 from residualquant.attention import PackedAttention
@@ -17,15 +19,28 @@ from residualquant.cache import PackedCache
 from residualquant.config import preset
 from residualquant.engine import iter_decode
 from residualquant.errors import ResidualQuantError
-from residualquant.evals.tasks import is_test_prompt, problems
-from residualquant.evals.texts import calibration_texts, training_texts
-from residualquant.models.base import causal_attention
-from residualquant.models.ouro import Ouro, OuroConfig
+from residualquant.evals.tasks import EOS_ID, MODELS, TASKS, is_test_prompt, problems
+from residualquant.evals.texts import calibration_texts, family_texts, problem_ids, training_texts, unseen_texts
+from residualquant.models import Huginn, HuginnConfig, Ouro, OuroConfig, load_model
+from residualquant.repro.traces import problem_tokens
 from residualquant.rotation import calibration
-from residualquant.rotation.calibration import calibrate, load_rotations, loss_table, rotations_hash
-from residualquant.rotation.measure import attention_errors
-from residualquant.rotation.optr_h import OptRHSettings
-from residualquant.rotation.states import collect_states, layer_bytes
+from residualquant.rotation.calibration import (
+    CalibrationSizes,
+    calibrate,
+    calibrated,
+    calibrated_many,
+    load_rotations,
+    loss_table,
+    output_gram,
+    rotations_hash,
+)
+from residualquant.rotation.hadamard import hadamard_matrix
+from residualquant.rotation.measure import attention_errors, compare_rotations, rotation_errors
+from residualquant.rotation.optr_h import OptRHSettings, fit_optr_h
+from residualquant.rotation.recoding import fixed_means, recode
+from residualquant.rotation.states import BATCH_VALUES, attend, batch, batches, states_of, tokens_of
+from residualquant.trace import collect
+from residualquant.training import ProblemStream, TrainConfig
 
 QUICK = OptRHSettings(steps=4, check_every=2, queries=8)
 CONFIG = preset("INT2/4 g=32", rotation="optr_h")
@@ -50,7 +65,7 @@ def random_texts(seed=0, n=3):
 
 def run(model, out, cfg=CONFIG, seed=0, **options):
     options = {"settings": QUICK, "progress": False, "task": "random"} | options
-    return calibrate(model, cfg, random_texts(seed), random_texts(seed + 1), out, **options)
+    return calibrate(model, {out: cfg}, random_texts(seed), random_texts(seed + 1), **options)[out]
 
 
 @pytest.fixture(scope="module")
@@ -71,31 +86,31 @@ def same(a, b):
 # ------------------------------------------------------------------------------------------------------- states
 
 
-def test_states_are_what_the_model_attends_with(model):
-    """Attention over the states kept gives the model's own logits' inputs: queries, keys, values, all loops."""
-    ids = random_texts()[0]
-    seen = {}
-
-    def attend(loop, layer, q, k, v):
-        seen[loop, layer] = q[0], k[0], v[0]
-        return causal_attention(loop, layer, q, k.bfloat16().to(q.dtype), v.bfloat16().to(q.dtype))
-
-    with torch.no_grad():
-        model(torch.tensor([ids]), attend=attend)
-    whole, last = (collect_states(model, [ids], [1], n)[1][0] for n in (None, 5))
-    assert whole.q.shape == (4, 4, len(ids), 64) and last.q.shape == (4, 4, 5, 64)
-    assert torch.equal(whole.last(5).q, last.q) and torch.equal(whole.k, last.k)
-    for loop in range(4):
-        for kept, x in zip((whole.q, whole.k, whole.v), seen[loop, 1]):
-            assert torch.equal(kept[loop].transpose(0, 1), x.bfloat16())
-    assert torch.equal(whole.group(1, 2).k, whole.k[2:])
-
-
-def test_memory_is_counted(model):
-    for queries in (None, 6):
-        kept = collect_states(model, random_texts(), [0], queries)[0]
-        held = sum(x.numel() * x.element_size() for states in kept for x in (states.q, states.k, states.v))
-        assert held == layer_bytes(model, random_texts(), queries)
+def test_states_of_units_batched_and_padded():
+    """Heads of every unit follow each other; a text in a batch has the weights and outputs that it has alone."""
+    model, texts = tiny_model(), random_texts()
+    captured = collect(model, texts, [1, 0], queries=16)
+    units = [(1, 0), (0, 1), (1, 1)]
+    alone = [states_of(text, units, [1, 0], 2) for text in captured]
+    assert alone[0].q.shape == (2, 6, 1, 2, 14, 64) and alone[2].k.shape == (2, 6, 1, 24, 64)
+    assert torch.equal(alone[1].k[:, 2:4, 0], captured[1].k[:2, 0])
+    assert torch.equal(alone[1].q[:, 4:, 0].flatten(1, 2), captured[1].q[2:, 0])
+    together = batch(alone)
+    assert together.lengths == (14, 19, 24) and together.q.shape == (2, 6, 3, 2, 16, 64)
+    weights = together.own_weights
+    out = attend(weights, together.v.float())
+    for i, one in enumerate(alone):
+        n, t = one.q.shape[-2], one.k.shape[-2]
+        own = weights[:, :, i : i + 1, :, -n:]
+        assert torch.allclose(own[..., :t], one.own_weights, atol=1e-6) and not own[..., t:].any()
+        assert torch.allclose(out[:, :, i : i + 1, :, -n:], attend(one.own_weights, one.v.float()), atol=1e-4)
+        values = torch.rand(out.shape[:-1])
+        expected = values[:, :, i, :, -n:].mean((0, 2, 3))
+        assert torch.allclose(together.mean_of(values)[:, i], expected, atol=1e-6)
+    assert [b.lengths for b in batches(alone[::-1], 2 * alone[1].k.numel())] == [(14, 19), (24,)]
+    assert [b.lengths for b in batches(alone, 1)] == [(14,), (19,), (24,)]
+    pieces = tokens_of([s.k for s in alone], 10**9)
+    assert len(pieces) == 1 and torch.equal(pieces[0], torch.cat([s.k.squeeze(2) for s in alone], 2))
 
 
 # ---------------------------------------------------------------------------------------------------- calibrate
@@ -104,15 +119,79 @@ def test_memory_is_counted(model):
 @pytest.mark.parametrize("memory", [1, 2**40])
 def test_one_layer_at_a_time_or_all_together_is_the_same(model, artefact, tmp_path, memory, monkeypatch):
     passes = []
-    collect = calibration.collect_states
 
     def counted(*arguments):
         passes.append(arguments[2])
         return collect(*arguments)
 
-    monkeypatch.setattr(calibration, "collect_states", counted)
+    monkeypatch.setattr(calibration, "collect", counted)
     assert same(run(model, tmp_path, memory_bytes=memory), artefact[1])
     assert passes[::2] == ([[0], [1]] if memory == 1 else [[0, 1]])
+
+
+@pytest.mark.parametrize("rotation", ["optr_h", "oscar"])
+def test_all_units_and_texts_at_once_is_what_each_gives_alone(rotation, monkeypatch):
+    """As a GPU does it: heads of all layers and loop groups in one program, texts padded to one length."""
+    cfg = preset("INT2/4 g=32", loops=2, rotation=rotation)
+    layers, groups, settings = [0, 1], 2, OptRHSettings(steps=2, check_every=1, queries=16)
+    model = tiny_model()
+    fit, held = (collect(model, random_texts(seed), layers) for seed in (0, 1))
+    units = [(g, n) for n in layers for g in range(groups)]
+
+    def fits(units):
+        gram = torch.cat([output_gram(model, layer) for _, layer in units])
+        parts = ([states_of(t, units, layers, 2) for t in texts] for texts in (fit, held))
+        return calibration._fit(*parts, gram, cfg, units, settings, lambda: None)
+
+    alone = {unit: found for one in units for unit, found in fits([one]).items()}
+    for device in BATCH_VALUES:
+        monkeypatch.setitem(BATCH_VALUES, device, 10**9)
+    together = fits(units)
+    assert together.keys() == alone.keys()
+    for unit in units:
+        for kind in "kv":
+            a, b = alone[unit][kind], together[unit][kind]
+            assert torch.allclose(a.before, b.before, rtol=1e-3) and torch.allclose(a.after, b.after, rtol=0.05)
+            if rotation == "oscar":
+                assert torch.allclose(a.matrix, b.matrix, atol=2e-3)
+
+
+def test_a_fit_is_the_one_that_the_method_describes():
+    """Against the plainest form of it: one head and one text at a time, in a loop (App. G)."""
+    _, gram = random_gram(per_head=1)
+    settings = OptRHSettings(steps=2, check_every=1, queries=8)
+    fit, held = ([random_states(per_head=1, tokens=20 + s, seed=s) for s in range(n, n + 3)] for n in (0, 10))
+    found = fit_optr_h(fit, held, gram, CONFIG, settings)[0]
+    for head in range(2):
+        angles = torch.zeros(64, 64, requires_grad=True)
+        adam, generator = torch.optim.Adam([angles], lr=0.02), torch.Generator().manual_seed(0)
+        losses = []
+        for _ in range(3):
+            turned = hadamard_matrix(64) @ torch.linalg.matrix_exp(angles - angles.T)
+            stored = turned.detach().half().float()
+            centres = fixed_means([s.k[:, head : head + 1, 0] for s in fit], CONFIG, stored[None])
+            losses.append(sum(plain_key_loss(s, head, gram, stored, centres) for s in held).item() / 3)
+            drawn = torch.randperm(3, generator=generator)[:2].tolist()
+            adam.zero_grad()
+            (sum(plain_key_loss(fit[i], head, gram, turned, centres) for i in drawn) / 2).backward()
+            adam.step()
+        assert abs(found.before[head] / losses[0] - 1) < 1e-3
+        assert abs(found.after[head] / min(losses) - 1) < 2e-2
+
+
+def plain_key_loss(states, head, gram, matrix, centres):
+    """L_K of one head on one text, from its formula."""
+    k = recode(states.k[:, head : head + 1, 0], CONFIG, matrix[None], centres)[:, 0]
+    total = 0
+    for loop in range(4):
+        q, true_k, v = (x[loop, head, 0].float() for x in (states.q.squeeze(3), states.k, states.v))
+        q, tokens = q[-8:], true_k.shape[0]
+        hidden = torch.arange(tokens)[None] > torch.arange(tokens - 8, tokens)[:, None]
+        true, read = ((q @ x.T / 8).masked_fill(hidden, -torch.inf) for x in (true_k, k[loop]))
+        divergence = torch.nn.functional.kl_div(read.log_softmax(-1).clamp(min=-99), true.softmax(-1), reduction="sum")
+        moved = (read.softmax(-1) - true.softmax(-1)) @ v
+        total = total + divergence / 8 + ((moved @ gram[head, 0]) * moved).sum() / 8
+    return total / 4
 
 
 @pytest.mark.parametrize(
@@ -139,36 +218,50 @@ def test_kinds_of_rotations(model, tmp_path, cfg):
         assert all(float(row["after"]) <= float(row["Hadamard"]) for row in rows)
 
 
+def test_a_layer_of_other_bits_is_fitted_to_them(model, artefact, tmp_path):
+    cfg = preset("INT4 g=32", rotation="optr_h", layer_bits=((1, CONFIG.bits),))
+    found = run(model, tmp_path, cfg)
+    for (group, layer, kind), rotation in found.items():
+        other = artefact[1][group, layer, kind]
+        assert torch.equal(rotation.matrix, other.matrix) == (layer == 1)
+    assert same(run(model, tmp_path, cfg), found) and same(load_rotations(tmp_path, model, cfg), found)
+    with pytest.raises(ResidualQuantError, match="calibrated for layer_bits="):
+        load_rotations(tmp_path, model, replace(cfg, layer_bits=()))
+    texts = random_texts(seed=7)
+    both = attention_errors(model, [cfg, CONFIG], texts, {0: found, 1: artefact[1]}, queries=8)
+    assert torch.equal(both[0][0, 1, "k"], both[1][0, 1, "k"]) and (both[0][0, 0, "k"] < both[1][0, 0, "k"]).all()
+
+
 def test_deterministic_by_seed(model, artefact, tmp_path):
     assert same(run(model, tmp_path / "again"), artefact[1])
     assert not same(run(model, tmp_path / "other", settings=replace(QUICK, seed=1)), artefact[1])
 
 
 def test_an_interrupted_calibration_goes_on(model, artefact, tmp_path, monkeypatch):
-    fit_layer, fitted = calibration._fit_layer, []
+    fit_unit, fitted = calibration._fit, []
 
     def stop_at_the_second(*arguments):
         if len(fitted) == 1:
             raise KeyboardInterrupt
         fitted.append(arguments)
-        return fit_layer(*arguments)
+        return fit_unit(*arguments)
 
-    monkeypatch.setattr(calibration, "_fit_layer", stop_at_the_second)
+    monkeypatch.setattr(calibration, "_fit", stop_at_the_second)
     with pytest.raises(KeyboardInterrupt):
         run(model, tmp_path)
-    with pytest.raises(ResidualQuantError, match=r"layer 2 is missing.*again to finish"):
+    with pytest.raises(ResidualQuantError, match=r"loop group 1 of layer 2 is missing.*again to finish"):
         load_rotations(tmp_path, model, CONFIG)
     with pytest.raises(ResidualQuantError, match="another settings"):
         run(model, tmp_path, settings=replace(QUICK, steps=5))
-    monkeypatch.setattr(calibration, "_fit_layer", lambda *a: fitted.append(a) or fit_layer(*a))
+    monkeypatch.setattr(calibration, "_fit", lambda *a: fitted.append(a) or fit_unit(*a))
     assert same(run(model, tmp_path), artefact[1]) and len(fitted) == 2
     assert same(run(model, tmp_path), artefact[1]) and len(fitted) == 2
 
 
-def test_progress_shows_losses_per_layer_and_head(model, tmp_path, capsys):
+def test_progress_shows_losses_before_and_after(model, tmp_path, capsys):
     run(model, tmp_path, progress=True)
     shown = capsys.readouterr()
-    assert "layer 2, loop group 1, K: " in shown.out + shown.err and "->" in shown.out + shown.err
+    assert ": K " in shown.out + shown.err and "->" in shown.out + shown.err
 
 
 def test_what_cannot_be_calibrated(model, tmp_path):
@@ -176,7 +269,7 @@ def test_what_cannot_be_calibrated(model, tmp_path):
         with pytest.raises(ValueError, match=r"got (the BF16 cache|rotation='hadamard')"):
             run(model, tmp_path, cfg)
     with pytest.raises(ValueError, match="got 0 and 3"):
-        calibrate(model, CONFIG, [], random_texts(), tmp_path)
+        calibrate(model, {tmp_path: CONFIG}, [], random_texts())
     with pytest.raises(ValueError, match="3 loops"):
         run(model, tmp_path, preset("INT2 g=32", loops=3, rotation="oscar"))
     assert not list(tmp_path.iterdir())
@@ -191,7 +284,7 @@ def test_what_the_artefact_says(artefact, model):
     assert (about["model"], about["weights"]) == (model.name, model.weights_hash)
     assert about["config"] == CONFIG.to_dict() and about["settings"]["steps"] == 4
     assert len(about["texts"]) == 64 and (about["fit_texts"], about["held_out"]) == (3, 3)
-    assert len(about["losses"]["1"]["0.k"]["before"]) == 2
+    assert len(about["losses"]["0.1"]["k"]["before"]) == 2
     assert same(load_rotations(out, model, replace(CONFIG, recent_tokens=5)), rotations)  # windows do not matter
     stored = load_file(out / "rotations.safetensors")
     for matrix in (x.double() for name, x in stored.items() if name.endswith("matrix")):
@@ -287,46 +380,142 @@ def decode_packed(model, ids, cfg, rotations, count):
     return tokens
 
 
-def test_errors_on_texts_that_nobody_saw(model, artefact):
+def test_errors_of_rotations(model, artefact):
     third = random_texts(seed=7)
-    none = attention_errors(model, replace(CONFIG, rotation="none"), third, queries=8)
-    hadamard = attention_errors(model, replace(CONFIG, rotation="hadamard"), third, queries=8)
-    fitted = attention_errors(model, CONFIG, third, artefact[1], queries=8)
-    assert none.keys() == hadamard.keys() == fitted.keys() == artefact[1].keys()
-    for errors in (none, hadamard, fitted):
+    configs = [replace(CONFIG, rotation="none"), replace(CONFIG, rotation="hadamard"), CONFIG, preset("BF16")]
+    *found, lossless = attention_errors(model, configs, third, {2: artefact[1]}, queries=8)
+    for errors in found:
+        assert errors.keys() == artefact[1].keys()
         assert all(e.shape == (2,) and (e > 0).all() for e in errors.values())
-    lossless = attention_errors(model, preset("BF16"), third)
     assert max(float(e.max()) for e in lossless.values()) < 1e-10
-    assert any((hadamard[key] != fitted[key]).any() for key in fitted)
+    assert any((found[1][key] != found[2][key]).any() for key in found[2])
+    with pytest.raises(ValueError, match="no optr_h rotation was given"):
+        attention_errors(model, configs, third)
 
 
-def test_calibration_texts_are_training_problems_and_disjoint():
-    model = SimpleNamespace(name="m", tokenizer=TextTokenizer())
-    fit, held = calibration_texts(model, "words", 4, seed=0)
-    assert len(fit) == len(held) == 4 and calibration_texts(model, "words", 4, seed=0) == (fit, held)
-    assert calibration_texts(model, "words", 4, seed=1) != (fit, held)
-    assert sorted(fit + held) == sorted(training_texts(model, "words", 8))
-    assert not any(text in fit + held for text in training_texts(model, "words", 4, start=8))
-    assert not any(is_test_prompt(p.prompt) for p in problems("words", 8, "train"))
-    with pytest.raises(ValueError, match="got 0"):
-        calibration_texts(model, "words", 0)
+def test_the_table_of_errors_is_of_a_third_split_and_compared(tmp_path):
+    model = tiny_model(vocabulary=258, dtype=torch.float32)
+    model.tokenizer = SimpleNamespace(encode=lambda text: TextTokenizer().encode(text[::20]))
+    sizes = CalibrationSizes(fit=2, holdout=2, steps=1)
+    given = calibrated(model, CONFIG, "stubs", sizes, tmp_path, progress=False)
+    frame = rotation_errors(model, "stubs", [replace(CONFIG, rotation="hadamard"), CONFIG], {1: given}, sizes, n=2)
+    assert len(frame) == 2 * 2 * 2 * 2 and set(frame["split"]) == {"training problems 4 to 5 of stubs+asserts"}
+    texts = unseen_texts(model, "asserts", 2, 2, 2)
+    expected = attention_errors(model, [CONFIG], texts, {0: given})[0][0, 1, "v"]
+    rows = frame.query("rotation == 'optr_h' and layer == 2 and of == 'V'")
+    assert rows["error"].tolist() == expected.tolist() and rows["head"].tolist() == [1, 2]
+    own, other = (frame[frame["rotation"] == r]["error"] for r in ("optr_h", "hadamard"))
+    compared = compare_rotations(frame, "optr_h", "hadamard")
+    assert compared == {
+        "mean_ratio": own.mean() / other.mean(),
+        "median_ratio": own.median() / other.median(),
+        "lower": (own.to_numpy() < other.to_numpy()).mean(),
+        "cells": 8,
+    }
+    with pytest.raises(ValueError, match="no errors of rotation 'oscar'"):
+        compare_rotations(frame, "optr_h", "oscar")
+    with pytest.raises(ValueError, match="not measured on the same"):
+        compare_rotations(frame[frame.index > 0], "optr_h", "hadamard")
+
+
+def test_calibration_texts_are_a_familys_training_problems_and_disjoint():
+    model = SimpleNamespace(name="m", family="ouro", tokenizer=TextTokenizer())
+    fit, held = calibration_texts(model, "words", 5, 3, seed=0)
+    assert (len(fit), len(held)) == (5, 3) and calibration_texts(model, "algebra", 5, 3, seed=0) == (fit, held)
+    assert calibration_texts(model, "words", 5, 3, seed=1) != (fit, held)
+    both = training_texts(model, "words", 4) + training_texts(model, "algebra", 4)
+    assert sorted(fit + held) == sorted(both)
+    third = unseen_texts(model, "words", 5, 3, 5)
+    assert len(third) == 5 and not any(text in both for text in third)
+    words = training_texts(model, "words", 3, 4)
+    assert third == family_texts(model, "words", 5, 8) and third[::2] == words
+    assert family_texts(model, "words", 4, 9) == family_texts(model, "words", 8, 8)[1:5]
+    assert not any(is_test_prompt(p.prompt) for t in ("words", "algebra") for p in problems(t, 8, "train"))
+    for sizes in ((0, 1), (1, 0)):
+        with pytest.raises(ValueError, match=f"got {sizes[0]} and {sizes[1]}"):
+            calibration_texts(model, "words", *sizes)
+    with pytest.raises(ValueError, match="unknown task 'wrods'"):
+        calibration_texts(model, "wrods", 1, 1)
     model.tokenizer = None
     with pytest.raises(ResidualQuantError, match="no tokenizer"):
-        calibration_texts(model, "words", 1)
+        calibration_texts(model, "words", 1, 1)
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_training_and_calibration_and_traces_tokenise_as_decoding_does(task):
+    """Prompt and solution each on its own: what decoding feeds the model, and what it was trained on."""
+    model = load_model(MODELS["ouro"][task], device="cpu")
+    encode = model.tokenizer.encode
+    for index, problem in enumerate(problems(task, 4, "train")):
+        ids = encode(problem.prompt).ids + encode(problem.solution).ids
+        prompt, solution = problem_ids(model.tokenizer, problem)
+        assert prompt + solution == ids
+        assert training_texts(model, task, 1, index) == [ids] == [problem_tokens(model, task, index)]
+    two = [encode(problem.prompt).ids + encode(problem.solution).ids for problem in problems(task, 2, "train")]
+    assert problem_tokens(model, task, 1, preceding=1) == two[0] + encode("\n").ids + two[1]
+    config = TrainConfig(tasks=(task,), level_weights=(0,) * 7 + (1,), batch=3, tokens=400)
+    ids, weights = next(iter(ProblemStream(config, model.tokenizer.to_str())))
+    for row, weight in zip(ids.tolist(), weights):
+        start, end = (weight < 1).int().argmin().item(), row.index(EOS_ID)
+        prompt, solution = map(model.tokenizer.decode, (row[:start], row[start:end]))
+        assert row[:end] == encode(prompt).ids + encode(solution).ids
+
+
+@pytest.mark.parametrize("rotation", ["optr_h", "oscar"])
+def test_calibrated_keeps_and_finds_what_fits(tmp_path, monkeypatch, rotation):
+    """One artefact for both tasks of a family; another configuration, size or family is another folder."""
+    model = tiny_model(vocabulary=258, dtype=torch.float32)
+    model.tokenizer = SimpleNamespace(encode=lambda text: TextTokenizer().encode(text[::20]))
+    sizes, cfg = CalibrationSizes(fit=1, holdout=1, steps=1), replace(CONFIG, rotation=rotation)
+    found = calibrated(model, cfg, "stubs", sizes, tmp_path, progress=False)
+    assert len(found) == 4 and len(list(tmp_path.iterdir())) == 1
+    monkeypatch.setattr(calibration, "collect", None)  # nothing is captured for what is there
+    assert same(calibrated(model, cfg, "asserts", sizes, tmp_path, progress=False), found)
+    monkeypatch.undo()
+    once = []
+    monkeypatch.setattr(calibration, "collect", lambda *a: once.append(a) or collect(*a))
+    two_loops = preset("INT2 g=32", 2, rotation=rotation)
+    others = [cfg, replace(cfg, group_size=16), replace(cfg, reference="direct"), two_loops]
+    many = calibrated_many(model, others, "asserts", sizes, tmp_path, progress=False)
+    assert same(many[0], found) and len(once) == 2 and len(many[3]) == 8  # one capture to fit, one to choose
+    assert len(list(tmp_path.iterdir())) == 4
+    assert len({rotations_hash(m) for m in many}) == (4 if rotation == "optr_h" else 3)  # OSCAR's ignore the group size
+    calibrated(model, cfg, "stubs", replace(sizes, seed=1), tmp_path, progress=False)
+    assert len(list(tmp_path.iterdir())) == 5
+    with pytest.raises(ValueError, match="fit must be at least 1, got 0"):
+        CalibrationSizes(fit=0)
+
+
+@pytest.mark.parametrize("rotation", ["optr_h", "oscar"])
+@pytest.mark.parametrize("loops", [4, 8, 16])
+def test_loop_groups_of_huginn(tmp_path, rotation, loops):
+    """Each group of recurrences has its own matrices, orthogonal; prelude and coda have none."""
+    torch.manual_seed(0)
+    shape = HuginnConfig(192, 2, 96, 97, 1, 2, 1, mean_recurrence=32, block_size=64)
+    model = Huginn(shape).eval().requires_grad_(False)
+    cfg = preset("INT2/4 g=32", loops=loops, rotation=rotation)
+    settings = OptRHSettings(steps=1, queries=4)
+    texts = [text[:6] for text in random_texts()]
+    found = calibrate(model, {tmp_path: cfg}, texts[:1], texts[1:2], settings=settings, progress=False)[tmp_path]
+    assert set(found) == {(g, n, kind) for g in range(32 // loops) for n in range(2) for kind in "kv"}
+    for (_, _, kind), r in found.items():
+        assert r.matrix.shape == (2, 96, 96) and (r.means is None) == (kind == "v" or rotation == "oscar")
+        assert (r.matrix.double().mT @ r.matrix.double() - torch.eye(96)).abs().max() < 1e-3
+    if rotation == "oscar":
+        assert rotations_hash({(0, 0, "k"): found[0, 0, "k"]}) != rotations_hash({(0, 0, "k"): found[1, 0, "k"]})
 
 
 def test_the_command(tmp_path, capsys, monkeypatch):
     model = tiny_model(vocabulary=258, dtype=torch.float32)
     model.tokenizer = TextTokenizer()
     monkeypatch.setattr("residualquant.models.load_model", lambda name, device=None: model)
-    argv = ["calibrate", "--out", str(tmp_path), "--task", "asserts", "--examples", "1", "--steps", "1"]
+    argv = ["calibrate", "--out", str(tmp_path), "--task", "asserts", "--fit", "1", "--holdout", "1", "--steps", "1"]
     cli.main(argv)
     out = capsys.readouterr().out
     assert "Hadamard" in out and "rotations in" in out
-    rotations = load_rotations(tmp_path, model, CONFIG)
-    assert len(rotations) == 4
+    (folder,) = tmp_path.iterdir()
+    assert len(load_rotations(folder, model, CONFIG)) == 4
     for wrong, sentence in (
-        (["--config", "INT2 g=32"], "another config"),
         (["--task", "wrods"], "unknown task"),
         (["--rotation", "hadamard"], "got rotation='hadamard'"),
     ):
@@ -343,6 +532,50 @@ def test_the_benchmark_of_one_layer():
     assert "6 layers" in cost.describe() and "peak" not in cost.describe()
 
 
+def test_the_benchmarks_record(tmp_path, monkeypatch):
+    monkeypatch.setattr(bench, "measure", lambda device, **o: bench.Cost(2.0, 2**30, 2**31, 24))
+    bench.record(tmp_path / "calibration.json", "cpu")
+    kept = json.loads((tmp_path / "calibration.json").read_text())
+    assert kept["seconds_per_layer"] == 2.0 and kept["estimated_seconds"] == 48.0 and kept["peak_gib"] == 2.0
+    assert kept["protocol"]["tokens"] == 400 and kept["provenance"]["packages"]["torch"] == torch.__version__
+
+
 @pytest.mark.gpu
 def test_a_layer_of_ouro_on_the_gpu():
     assert bench.measure("cuda").seconds <= 10
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("cfg", [CONFIG, replace(CONFIG, rotation="oscar")], ids=lambda c: c.rotation)
+def test_the_gpu_fits_what_the_processor_fits(model, tmp_path, cfg):
+    settings = OptRHSettings(steps=2, check_every=1, queries=8)
+    texts = random_texts(0), random_texts(1)
+    losses = []
+    for device in ("cpu", "cuda"):
+        there = tiny_model().to(device)
+        calibrate(there, {tmp_path / device: cfg}, *texts, settings=settings, progress=False)
+        losses.append(json.loads((tmp_path / device / "calibration.json").read_text())["losses"])
+    for unit, kinds in losses[0].items():
+        for kind, loss in kinds.items():
+            assert losses[1][unit][kind]["before"] == pytest.approx(loss["before"], rel=0.01)
+            assert losses[1][unit][kind]["after"] == pytest.approx(loss["after"], rel=0.1)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name, seconds", [("ouro", 8), ("huginn", 20)])
+def test_a_mini_on_the_gpu(tmp_path, name, seconds):
+    """The shapes of the minis and the paper's sizes; fitting alone, since capturing serves all configurations."""
+    torch.manual_seed(0)
+    if name == "ouro":
+        mini = Ouro(OuroConfig(256, 704, 4, 2, 2, 128, 512))
+    else:
+        mini = Huginn(HuginnConfig(288, 3, 768, 512, 1, 2, 1, mean_recurrence=32))
+    mini = mini.cuda().eval().requires_grad_(False)
+    generator = torch.Generator().manual_seed(0)
+    texts = torch.randint(2, 500, (256, 300), generator=generator).tolist()
+    warm = {tmp_path / "warm": replace(CONFIG, group_size=16)}
+    calibrate(mini, warm, texts[:2], texts[2:4], settings=replace(QUICK, queries=64), progress=False)
+    calibrate(mini, {tmp_path / "one": CONFIG}, texts[:128], texts[128:], progress=False)
+    taken = json.loads((tmp_path / "one" / "calibration.json").read_text())["seconds"]
+    print(f"\n{name}: {taken} s")
+    assert taken <= seconds

@@ -11,9 +11,12 @@ import stand_ins
 import torch
 
 from residualquant import cli
-from residualquant.models import Ouro, OuroConfig
+from residualquant.config import preset
+from residualquant.models import Huginn, HuginnConfig, Ouro, OuroConfig
 from residualquant.repro import paths
 from residualquant.repro.records import read_records
+from residualquant.repro.run import marker_path, run_lock
+from residualquant.rotation import calibration
 
 
 def call(capsys, *argv):
@@ -71,12 +74,17 @@ def test_bits_lists_every_label_when_none_is_given(capsys):
         (("bits", "INT3"), "unknown preset 'INT3'; known presets: BF16"),
         (("bits", "INT2 g=32", "--head-dim", "100"), "100"),
         (("bits", "INT2 g=32", "--rotation", "fourier"), "rotation must be one of"),
-        (("eval", "wrods"), "unknown task 'wrods'; known: words"),
+        (("eval", "--task", "wrods"), "unknown task 'wrods'; known: words"),
         (("tables", "--profile", "mni"), "unknown profile 'mni'; known: smoke, mini, full, paper"),
         (("reproduce", "--profile", "paper"), "'paper' cannot run here, it lacks:"),
         (("figures", "--only", "figure99"), "no figure 'figure99'"),
-        (("tables", "--profile", "paper", "--only", "table2"), "answers for gsm8k, bf16 BF16; `make reproduce"),
-        (("eval", "words", "--model", "nobody"), "no model 'nobody'"),
+        (("tables", "--profile", "paper", "--only", "table2"), "answers for gsm8k, BF16; `make reproduce"),
+        (("eval", "--task", "words", "--model", "nobody"), "no model 'nobody'"),
+        (("eval", "--task", "words", "--n", "0"), "n must be at least 1, got 0"),
+        (("inspect", "--task", "wrods"), "unknown task 'wrods'; known: words"),
+        (("inspect", "--model", "nobody"), "no model 'nobody'"),
+        (("inspect", "--queries", "0"), "queries must be at least 1, got 0"),
+        (("inspect", "--trace", "nowhere"), "there is no trace nowhere: `residualquant trace` makes one"),
     ],
 )
 def test_what_the_user_can_mend_is_one_sentence_and_exit_code_2(capsys, home, argv, sentence):
@@ -116,6 +124,47 @@ def test_info_names_machine_models_and_profiles(capsys, home):
         assert word in out
 
 
+HOLD = """
+import sys, time
+from residualquant.repro.run import _write_marker, run_lock
+with run_lock("mini"):
+    _write_marker("mini", state="running", started="today")
+    print("held", flush=True)
+    time.sleep(100)
+"""
+
+
+def test_info_tells_a_run_that_goes_on_from_one_that_was_interrupted(capsys, home):
+    def state():
+        out = call(capsys, "info")[1]
+        return next(line for line in out.splitlines() if line.startswith("  mini "))
+
+    held = subprocess.Popen([sys.executable, "-c", HOLD], stdout=subprocess.PIPE, text=True)
+    try:
+        assert held.stdout.readline() == "held\n"
+        assert state().endswith(f"; running (process {held.pid})")
+    finally:
+        held.kill()
+        held.wait()
+    assert (paths.data_dir("mini") / ".run.lock").read_text() == str(held.pid)  # killed, its name stays
+    assert state().endswith("; interrupted: `make reproduce` goes on")
+    with run_lock("mini"):  # asking has left nothing behind
+        pass
+    paths.write_atomic(marker_path("mini"), "{}")
+    assert state().endswith("; not run here")
+
+
+@pytest.mark.parametrize("text", ["", "[1]", "{", "[" * 100_000, "\xff", '{"model_type": [{"a": 1}]}'])
+def test_info_lists_a_damaged_model_among_the_others(capsys, home, text):
+    for name in ("good", "harmed"):
+        (home / "data" / "models" / name).mkdir(parents=True)
+    (home / "data/models/good/config.json").write_text('{"model_type": "ouro", "total_ut_steps": 4}')
+    (home / "data/models/harmed/config.json").write_bytes(text.encode("latin-1"))
+    code, out, err = call(capsys, "info")
+    assert (code, err) == (0, "") and "  good: ouro, 4 loops, 0.0 MiB\n" in out
+    assert out.count("  harmed: ") == 1
+
+
 @pytest.fixture
 def tiny_model(monkeypatch):
     """A random Ouro that reads bytes."""
@@ -128,12 +177,15 @@ def tiny_model(monkeypatch):
     return model
 
 
+EVAL = ("eval", "--task", "words", "--config")
+
+
 def test_eval_runs_a_model_and_resumes(capsys, home, tiny_model, monkeypatch):
-    argv = ("eval", "words", "BF16", "INT2 g=32", "INT2/4 g=32", "--n", "2", "--max-new-tokens", "4")
+    argv = (*EVAL, "BF16", "INT2 g=32", "INT2/4 g=32", "--n", "2", "--max-new-tokens", "4")
     code, out, err = call(capsys, *argv)
     assert code == 0, err
-    assert "INT2/4 g=32" in out and "95 % CI" in out
-    file = paths.runs_dir("eval") / "tiny.words.jsonl.gz"
+    assert "INT2/4 g=32" in out and "95 % CI" in out and "p against BF16" in out and "with edge" not in out
+    file = paths.runs_dir("eval") / "tiny.words.jsonl.xz"
     assert file.name in out
     records = read_records(file)
     assert len(records.cells) == 3 and all(c.is_complete for c in records.cells.values())
@@ -144,17 +196,81 @@ def test_eval_runs_a_model_and_resumes(capsys, home, tiny_model, monkeypatch):
     assert call(capsys, *argv)[0] == 0 and file.read_bytes() == whole
 
 
+def test_eval_calibrates_keeps_and_takes_rotations(capsys, home, tiny_model, monkeypatch):
+    real, few = calibration.calibrated_many, calibration.CalibrationSizes(fit=1, holdout=1, steps=1)
+    monkeypatch.setattr(calibration, "calibrated_many", lambda *a, folder: real(*a, few, folder, False))
+    argv = (*EVAL, "BF16", "INT2 g=32", "--n", "1", "--max-new-tokens", "2", "--rotation", "optr_h")
+    code, out, err = call(capsys, *argv)
+    assert code == 0 and "optr_h" in out, err
+    (folder,) = (paths.runs_dir("rotations")).glob("*")
+    file = paths.runs_dir("eval") / "tiny.words.jsonl.xz"
+    kept = file.read_bytes()
+    monkeypatch.setattr(calibration, "calibrated_many", None)
+    monkeypatch.setattr("residualquant.engine.iter_decode", None)
+    for given in (folder, folder.parent):
+        assert call(capsys, *argv, "--rotations", str(given))[:2] == (0, out) and file.read_bytes() == kept
+    code, _, err = call(capsys, *EVAL, "INT2 g=16", *argv[5:], "--rotations", str(folder.parent))
+    assert code == 2 and "must be of tiny, INT2 g=16, last, optr_h; these are: none; name its folder" in err
+    code, _, err = call(capsys, *EVAL, "INT2 g=16", *argv[5:], "--rotations", str(folder))
+    assert code == 2 and "was calibrated for group_size=32, the configuration has 16" in err
+
+
+def test_eval_counts_the_layers_that_run_once_apart(capsys, home, tiny_model, monkeypatch):
+    torch.manual_seed(0)
+    model = Huginn(HuginnConfig(64, 1, 64, 258, 1, 2, 1, mean_recurrence=8)).eval()
+    model.name, model.weights_hash, model.tokenizer = "tiny", "0" * 64, tiny_model.tokenizer
+    monkeypatch.setattr("residualquant.models.load_model", lambda name, device=None: model)
+    code, out, err = call(capsys, *EVAL, "BF16", "INT2/4 g=32", "--n", "1", "--max-new-tokens", "2")
+    assert code == 0 and "with edge layers" in out, err
+    core = preset("INT2/4 g=32").effective_bits(64)
+    row = next(line for line in out.splitlines() if line.startswith("INT2/4"))
+    assert f" {core:.4g} " in row and f" {(16 * core + 2 * 4.5) / 18:.4g} " in row
+
+
+def test_eval_without_bf16_tests_nothing(capsys, home, tiny_model):
+    code, out, err = call(capsys, *EVAL, "INT2 g=32", "--n", "1", "--max-new-tokens", "2")
+    assert code == 0 and "p against" not in out, err
+
+
+def test_inspect_writes_table_and_heat_map(capsys, home, tiny_model):
+    code, out, err = call(capsys, "inspect", "--n", "1", "--queries", "3", "--rotation", "hadamard")
+    assert code == 0 and "data/runs/inspect/tiny.words" in out, err
+    folder = paths.runs_dir("inspect") / "tiny.words"
+    assert {f.name for f in folder.iterdir()} == {"inspect.csv", "inspect.png", "inspect.pdf"}
+    lines = (folder / "inspect.csv").read_text().splitlines()
+    assert lines[0] == "layer,loop,head,of,bits,reference,residual_energy,nmse,attention_error" and len(lines) == 9
+
+
+def test_inspect_reads_what_trace_wrote(capsys, home, tiny_model):
+    file = home / "t.safetensors"
+    assert call(capsys, "trace", "--n", "1", "--out", str(file))[0] == 0
+    code, out, err = call(capsys, "inspect", "--trace", str(file), "--queries", "3")
+    assert code == 0 and "data/runs/inspect/tiny.t" in out, err
+    tiny_model.weights_hash = "1" * 64
+    code, _, err = call(capsys, "inspect", "--trace", str(file), "--rotation", "optr_h")
+    assert code == 2 and err == "residualquant: t.safetensors is not of tiny as it is now: its weights are others\n"
+
+
 def test_eval_without_a_tokenizer_is_one_sentence(capsys, home, tiny_model):
     tiny_model.tokenizer = None
-    code, _, err = call(capsys, "eval", "words", "--n", "2")
+    code, _, err = call(capsys, "eval", "--task", "words", "--n", "2")
     assert code == 2 and err == "residualquant: the model tiny has no tokenizer.json beside its weights\n"
 
 
 @pytest.mark.parametrize(
-    "options", [("--max-new-tokens", "0"), ("--rotation", "optr_h"), ("--bits", "2", "2", "4"), ("--n", "0")]
+    "options",
+    [
+        ("--max-new-tokens", "0"),
+        ("--bits", "2", "2", "4"),
+        ("--n", "0"),
+        ("--loops", "3"),
+        ("--loops", "0"),
+        ("--rotations", "nowhere"),
+        ("--rotations", "nowhere", "--rotation", "optr_h"),
+    ],
 )
 def test_a_refused_eval_writes_nothing(capsys, home, tiny_model, options):
-    code, _, err = call(capsys, "eval", "words", "INT2 g=32", "--n", "1", *options)
+    code, _, err = call(capsys, *EVAL, "INT2 g=32", "--n", "1", *options)
     assert code == 2 and err.startswith("residualquant: ") and err.count("\n") == 1
     assert not list(home.rglob("*"))
 

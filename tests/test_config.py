@@ -1,8 +1,11 @@
 """Configurations: what is refused, the paper's labels, and the roles of loops under each reference policy."""
 
 import dataclasses
+import json
 
+import numpy as np
 import pytest
+import torch
 
 from residualquant import PRESETS, KVQuantConfig, preset
 
@@ -33,6 +36,74 @@ def test_a_wrong_value_is_named(field, value):
         KVQuantConfig(**{field: value})
     wrong = {(2, 5): "5", (2.0, 4): "2.0", (): "()"}.get(value, str(value)) if isinstance(value, tuple) else repr(value)
     assert wrong in str(error.value)
+
+
+@pytest.mark.parametrize("value", [5, "24", None, (True, 2), ("2", "4"), ((2,), (4,)), (2, None)], ids=repr)
+def test_what_is_no_sequence_of_bits_is_named(value):
+    wrong = value if not isinstance(value, tuple) else next(b for b in value if type(b) is not int)
+    with pytest.raises(ValueError, match="bits") as error:
+        KVQuantConfig(bits=value)
+    assert repr(wrong) in str(error.value)
+
+
+@pytest.mark.parametrize("value", [[2, 4], np.array([2, 4]), (np.int64(2), np.int8(4)), torch.tensor([2, 4])], ids=repr)
+def test_any_sequence_of_integers_gives_the_same_configuration(value):
+    assert KVQuantConfig(bits=value) == KVQuantConfig(bits=(2, 4))
+    assert [type(bits) for bits in KVQuantConfig(bits=value).bits] == [int, int]
+
+
+# ---- layers with bits of their own --------------------------------------------------------------------------------
+
+FIRST_HIGHER = KVQuantConfig(layer_bits=[(2, [4, 4, 4, 4]), (0, [16] * 4)])
+
+
+def test_each_layer_has_its_bits():
+    assert FIRST_HIGHER.layer_bits == ((0, (16,) * 4), (2, (4,) * 4))
+    assert [FIRST_HIGHER.for_layer(n).label for n in range(4)] == ["BF16", "INT2/4 g=32", "INT4 g=32", "INT2/4 g=32"]
+    assert not any(FIRST_HIGHER.for_layer(n).layer_bits for n in range(4))
+    assert FIRST_HIGHER.label == "INT2/4 g=32, layer 0 BF16, layer 2 INT4"
+    plain = preset("INT2/4 g=32")
+    assert plain.for_layer(3) is plain
+
+
+def test_layer_bits_survive_json_and_leave_other_configurations_records_alone():
+    stored = json.loads(json.dumps(FIRST_HIGHER.to_dict()))
+    assert stored["layer_bits"] == [[0, [16] * 4], [2, [4] * 4]]
+    assert KVQuantConfig.from_dict(stored) == FIRST_HIGHER and len({FIRST_HIGHER, KVQuantConfig()}) == 2
+    assert "layer_bits" not in KVQuantConfig().to_dict()
+
+
+def test_off_means_every_layer():
+    off = preset("BF16")
+    assert not dataclasses.replace(off, layer_bits=((0, (4,) * 4),)).is_off
+    assert dataclasses.replace(off, layer_bits=((0, (16,) * 4),)).is_off
+    assert not dataclasses.replace(preset("INT4 g=32"), layer_bits=((0, (16,) * 4),)).is_off
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (5, "pairs .layer, bits of every loop., got 5"),
+        ([(0,)], r"got \[\(0,\)\]"),
+        ([("0", [4] * 4)], "pairs"),
+        ([(0, [4] * 3)], "each with bits of 4 loops, got"),
+        ([(0, [4] * 4), (0, [8] * 4)], "distinct layers"),
+        ([(-1, [4] * 4)], "layers from 0"),
+        ([(0, 4)], "layer_bits must be a sequence of one precision per loop, got 4"),
+        ([(0, (4, 4, 4, 5))], "layer_bits of a loop must be one of 0, 1, 2, 3, 4, 8, 16, got 5"),
+        ([(0, (2, 2, 2, 0))], "loop 3 has no reference"),
+    ],
+    ids=str,
+)
+def test_wrong_layer_bits_are_named(value, message):
+    with pytest.raises(ValueError, match=message):
+        KVQuantConfig(layer_bits=value)
+
+
+def test_layers_that_run_once_are_coded_directly():
+    edge = preset("INT2/4 g=16", rotation="hadamard", sink_tokens=2).for_edge
+    assert edge == KVQuantConfig(bits=(4,), reference="direct", sink_tokens=2)
+    assert edge.label == "INT4 g=32" and preset("BF16", sink_tokens=1).for_edge.is_off
 
 
 def test_bf16_rounding_is_for_no_rotation():

@@ -1,4 +1,3 @@
-
 """The batched decode engine against plain decoding on a packed cache, one sequence at a time.
 
 Models are float64 here, so that sums taken in another order flip no code and tokens can be compared exactly.
@@ -8,6 +7,7 @@ import dataclasses
 
 import pytest
 import torch
+from stand_ins import ScriptedModel
 
 from residualquant.attention import PackedAttention, attend_prompt, to_bf16
 from residualquant.cache import PackedCache
@@ -201,10 +201,28 @@ def test_nothing_of_a_bad_token_reaches_other_rows(prompts):
     model.model.embed_tokens.weight[96] = torch.nan
     others = [p for p in range(len(prompts)) if 96 not in prompts[p]]
     assert others
-    found = decode_all(model, [*prompts, [5, 96, 7, 96]], CONFIGS[:3])
+    with pytest.warns(RuntimeWarning, match="of K and V"):
+        found = decode_all(model, [*prompts, [5, 96, 7, 96]], CONFIGS[:3])
     for c in range(3):
         for p in others:
             assert found[c, p] == clean[c, p] or 96 in clean[c, p]
+
+
+def test_unusable_values_are_counted_for_every_configuration():
+    """Prompt and decoded tokens, padding and finished rows left out."""
+    model = ScriptedModel()
+    bad = model.following([5, 8], 2)[1]
+    model.tables[0][bad, 0, 0, 0, 0], model.tables[0][bad, 9, 1, 1, 3] = torch.nan, 1e9
+    configs = [preset("BF16"), preset("INT2/4 g=32", rotation="hadamard")]
+    prompts = [[5, 8], [1, 2, 3, 4, 5]]
+    expected = sum((ids + model.following(ids, 4)[:3]).count(bad) for ids in prompts)
+    assert 2 * expected > 0
+    with pytest.warns(RuntimeWarning) as caught:
+        decode_all(model, prompts, configs, limit=4, eos=set())
+    assert [str(w.message).partition(" were")[0] for w in caught] == [
+        f"{2 * expected} values of K and V under BF16, last, rotation none",
+        f"{2 * expected} values of K and V under INT2/4 g=32, last, rotation hadamard",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -217,6 +235,7 @@ def test_nothing_of_a_bad_token_reaches_other_rows(prompts):
         ({"prompts": [[3, -2]]}, "prompt 0 holds token -2"),
         ({"configs": [KVQuantConfig(bits=(2, 2, 4))]}, "bits for 3 loops, got a model of 4 loops"),
         ({"max_new_tokens": 0}, "max_new_tokens must be at least 1, got 0"),
+        ({"configs": [preset("INT2 g=32", layer_bits=((2, (4,) * 4),))]}, "layer_bits names layer 2, got a model of 2"),
         ({"max_rows": 0}, "max_rows must be at least 1, got 0"),
         ({"configs": [preset("INT2 g=32", rotation="optr_h")]}, "no optr_h rotation was given"),
     ],

@@ -3,11 +3,14 @@
 The trace is not part of this project; these tests skip where it is absent.
 """
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
 
 from residualquant import KVQuantConfig, decode, encode, preset
+from residualquant.inspect import inspect_trace
 
 
 @pytest.fixture(scope="module")
@@ -55,11 +58,25 @@ def test_nmse_over_the_loops(trace, cfg, key, value):
     assert nmse(trace["v"], cfg) == pytest.approx(value, rel=0.01)
 
 
+ENERGIES = {"K": (0.2233, 0.1022, 0.0371), "V": (0.6770, 0.3662, 0.1580)}
+
+
 def test_energy_not_explained_by_the_last_loop(trace):
     """A raw last loop and residuals of no bits leave exactly the energy that least squares cannot explain."""
     cfg = KVQuantConfig(bits=(0, 0, 0, 16))
-    expected = {"k": (0.2233, 0.1022, 0.0371), "v": (0.6770, 0.3662, 0.1580)}
-    for name, energies in expected.items():
-        x = trace[name]
+    for name, energies in ENERGIES.items():
+        x = trace[name.lower()]
         residual = (decode(encode(x, cfg)) - x)[:3].square().sum((1, 2)) / x[:3].square().sum((1, 2))
         assert residual.tolist() == pytest.approx(energies, rel=0.01)
+
+
+def test_inspection_finds_the_same_energies_and_errors(trace):
+    k, v = (trace[name][:, None, None] for name in "kv")  # one layer, one head
+    text = SimpleNamespace(q=k[..., -1:, :], k=k, v=v)
+    ideal = inspect_trace([text], KVQuantConfig(bits=(0, 0, 0, 16)))
+    coded = inspect_trace([text], preset("INT2/4 g=32", rounding="bf16"))
+    for name, energies in ENERGIES.items():
+        assert ideal[ideal.of == name].residual_energy[:3].tolist() == pytest.approx(energies, rel=0.01)
+        states = trace[name.lower()].square().sum((1, 2))
+        pooled = (coded[coded.of == name].nmse.to_numpy() * states.numpy()).sum() / states.sum().item()
+        assert pooled == pytest.approx({"K": 0.0148, "V": 0.0421}[name], rel=0.01)

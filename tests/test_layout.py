@@ -12,10 +12,13 @@ from residualquant.layout import (
     logical_reads,
     loop_bytes,
     loops_read,
+    model_effective_bits,
     stored_bytes,
+    token_bytes,
     traffic_ratio,
 )
 from residualquant.layout_page import page_markdown
+from residualquant.models.base import KVShape
 from residualquant.pages import allocate_pages, read_pages, write_pages
 
 # (loops, head_dim, preset, reference) -> effective bits: the paper's numbers, unrounded.
@@ -70,6 +73,42 @@ def test_other_precisions():
     assert preset("INT2 g=32", coefficient="norm_ratio").effective_bits(128) == 2.59375
     assert KVQuantConfig(bits=(0, 0, 0, 4), coefficient="unit").effective_bits(128) == 4.5 / 4
     assert KVQuantConfig(bits=(8, 16)).effective_bits(128) == (8 + 16 / 32 + 16 + 16 / 128) / 2
+
+
+FIRST_BF16 = preset("INT2/4 g=32", layer_bits=((0, (16,) * 4),))
+
+
+def test_layers_with_bits_of_their_own_count_by_their_share():
+    """24 layers of Ouro-1.4B, the first in BF16: means over layers."""
+    assert stored_bytes(FIRST_BF16, 128, 24) == (1024 + 23 * 198) / 24
+    assert effective_bits(FIRST_BF16, 128, 24) == FIRST_BF16.effective_bits(128, 24) == (16 + 23 * 3.09375) / 24
+    assert capacity_ratio(FIRST_BF16, 128, 24) == 16 / effective_bits(FIRST_BF16, 128, 24)
+    assert bytes_read_per_step(FIRST_BF16, 128, 24) == (1024 + 23 * 414) / 24
+    assert logical_reads(FIRST_BF16, 24) == (4 + 23 * 7) / 24
+    assert traffic_ratio(FIRST_BF16, 128, 24) == 1024 / bytes_read_per_step(FIRST_BF16, 128, 24)
+    assert token_bytes(FIRST_BF16, KVShape(4, 24, 16, 128)) == 2 * 16 * (1024 + 23 * 198)
+    assert isinstance(stored_bytes(preset("INT2/4 g=32"), 128), int)
+
+
+@pytest.mark.parametrize("layers", [None, 0])
+def test_layers_with_bits_of_their_own_need_the_number_of_layers(layers):
+    with pytest.raises(ValueError, match=f"needs the number of layers, more than that; got {layers}"):
+        effective_bits(FIRST_BF16, 128, layers)
+    with pytest.raises(ValueError, match="one layer"):
+        PageLayout(FIRST_BF16, 128)
+    with pytest.raises(ValueError, match="one layer"):
+        encode(torch.zeros(4, 1, 128), FIRST_BF16)
+    with pytest.raises(ValueError, match="head_dim 80 is not divisible by the group size 32 of loop 0"):
+        effective_bits(preset("INT2 g=16", layer_bits=((1, (4,) * 4),)), 80, 4)
+
+
+def test_the_whole_model_counts_the_layers_that_run_once():
+    """Huginn: 32 recurrences of 4 layers, 4 layers that run once, coded at 4.5 bits."""
+    cfg, shape = preset("INT2/4 g=32"), KVShape(32, 4, 55, 96)
+    assert token_bytes(cfg, shape, 4) == 2 * 55 * (8 * 4 * stored_bytes(cfg, 96) + 4 * 54)
+    assert model_effective_bits(cfg, shape) == effective_bits(cfg, 96) == 3.125
+    assert model_effective_bits(cfg, shape, 4) == pytest.approx((128 * 3.125 + 4 * 4.5) / 132)
+    assert model_effective_bits(preset("BF16"), shape, 4) == 16
 
 
 def test_bytes_per_token_head():

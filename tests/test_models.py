@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from residualquant.errors import ResidualQuantError
-from residualquant.evals.tasks import MODEL_OF_TASK
+from residualquant.evals.tasks import MODELS
 from residualquant.models import KVShape, Ouro, OuroConfig, load_model, save_model
 
 TINY = OuroConfig(
@@ -144,7 +144,7 @@ def test_saved_model_loads_as_it_was(folder):
 
 
 def test_shipped_minis_are_as_small_as_promised_and_know_their_tokenizer():
-    for name in dict.fromkeys(MODEL_OF_TASK.values()):
+    for name in dict.fromkeys(MODELS["ouro"].values()):
         model = load_model(name, device="cpu")
         assert model.kv_shape == KVShape(4, 4, 2, 128)
         assert sum(p.numel() for p in model.parameters()) < 4e6

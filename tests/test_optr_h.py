@@ -24,6 +24,7 @@ from residualquant.rotation.optr_h import (
     value_loss,
 )
 from residualquant.rotation.recoding import fixed_means, recode, straight_through
+from residualquant.rotation.states import attend, batch
 
 QUICK = OptRHSettings(steps=6, check_every=3, queries=8)
 CONFIGS = [
@@ -96,7 +97,7 @@ def test_a_group_without_range_has_a_finite_gradient():
 @pytest.mark.parametrize("cfg", CONFIGS, ids=NAMES)
 @pytest.mark.parametrize("dim", [96, 128])
 def test_recoding_is_what_the_codec_gives_back(cfg, dim):
-    k = random_states(dim, tokens=40).k
+    k = random_states(dim, tokens=40).k.squeeze(2)
     matrix = turned(dim)
     centres = fixed_means([k], cfg, matrix.float())
     means = (centres.unsqueeze(2) @ matrix.float()).squeeze(2)
@@ -114,7 +115,7 @@ def test_recoding_is_what_the_codec_gives_back(cfg, dim):
 @pytest.mark.parametrize("cfg", CONFIGS, ids=NAMES)
 def test_means_are_those_of_what_is_quantised(cfg):
     """Over texts of other lengths too, and exactly zero after they were subtracted."""
-    texts = [random_states(tokens=t, seed=t).k + 0.5 for t in (10, 31)]
+    texts = [random_states(tokens=t, seed=t).k.squeeze(2) + 0.5 for t in (10, 31)]
     matrix = turned(64).float()
     centres = fixed_means(texts, cfg, matrix)
     rebuilt = [recode(k, cfg, matrix, centres) for k in texts]
@@ -136,7 +137,7 @@ def test_means_are_those_of_what_is_quantised(cfg):
 
 def test_no_gradient_through_references():
     """Only the anchor's own codes move with the rotation that the residual loops read it in."""
-    cfg, k = CONFIGS[0], random_states().k
+    cfg, k = CONFIGS[0], random_states().k.squeeze(2)
     matrix = turned(64).float().requires_grad_()
     recode(k, cfg, matrix)[:3].sum().backward()
     through_residuals = matrix.grad.clone()
@@ -162,15 +163,15 @@ def test_losses_by_the_formula():
             kv, slice_ = head // 2, weight[:, 64 * head : 64 * head + 64].T
             for n in range(5):
                 seen = slice(0, 16 + n)
-                q = states.q[loop, head, n].float()
-                true = (states.k[loop, kv, seen].float() @ q / 8).softmax(0)
-                read = (k[loop, kv, seen] @ q / 8).softmax(0)
-                error = (read - true) @ states.v[loop, kv, seen].float() @ slice_
+                q = states.q[loop, kv, 0, head % 2, n].float()
+                true = (states.k[loop, kv, 0, seen].float() @ q / 8).softmax(0)
+                read = (k[loop, kv, 0, seen] @ q / 8).softmax(0)
+                error = (read - true) @ states.v[loop, kv, 0, seen].float() @ slice_
                 key[kv] += ((true * (true / read).log()).sum() + error.square().sum() / 48) / 40
-                error = read @ (v - states.v.float())[loop, kv, seen] @ slice_
+                error = read @ (v - states.v.float())[loop, kv, 0, seen] @ slice_
                 value[kv] += error.square().sum() / 48 / 40
-    assert torch.allclose(key_loss(states, gram, k), key, rtol=1e-3)
-    assert torch.allclose(value_loss(states, gram, v, states.log_weights(k).exp()), value, rtol=1e-3)
+    assert torch.allclose(key_loss(states, gram, k).squeeze(1), key, rtol=1e-3)
+    assert torch.allclose(value_loss(states, gram, v, states.log_weights(k).exp()).squeeze(1), value, rtol=1e-3)
     assert key_loss(states, gram, states.k.float()).abs().max() < 1e-5
 
 
@@ -181,15 +182,16 @@ def test_attention_does_not_change_with_the_rotation_when_nothing_is_quantised()
     matrix = hadamard_matrix(64).double() @ torch.linalg.matrix_exp(angles - angles.mT)
     left, _, right = torch.linalg.svd(matrix)
     rotation = left @ right
-    turned_q = (states.q.double().unflatten(1, (2, 2)) @ rotation[:, None]).flatten(1, 2)
     k, v = states.k.double(), states.v.double()
     weights = states.log_weights(k).exp()
-    rotated = replace(states, q=turned_q).log_weights(k @ rotation).exp()
+    per_head = rotation[:, None]
+    rotated = replace(states, q=states.q.double() @ per_head[:, None]).log_weights(k @ per_head).exp()
     assert torch.allclose(rotated, weights, rtol=0, atol=1e-12)
-    out = rotated @ (v @ rotation).unsqueeze(2) @ rotation.mT[:, None]
-    assert torch.allclose(out, weights @ v.unsqueeze(2), rtol=0, atol=1e-11)
+    out = attend(rotated, v @ per_head) @ rotation.mT[:, None, None]
+    assert torch.allclose(out, attend(weights, v), rtol=0, atol=1e-11)
     raw = KVQuantConfig(bits=(16,) * 4, rotation="optr_h")
-    assert torch.equal(recode(states.k, raw, turned(64).float()), states.k.float())
+    k = states.k.squeeze(2)
+    assert torch.equal(recode(k, raw, turned(64).float()), k.float())
 
 
 # --------------------------------------------------------------------------------------------------------- fits
@@ -210,11 +212,12 @@ def test_a_fit_is_orthogonal_deterministic_and_never_worse_than_hadamard(cfg, di
     key, value = pair
     assert key.means.shape == (4, 2, dim) and key.means.dtype == torch.float32 and value.means is None
     # what the fit says of itself, taken again
-    of_key, of_value_after = losses_of([s.last(QUICK.queries) for s in held], gram, cfg)
+    of_key, read_weights, of_value = losses_of(gram, cfg)
     with torch.no_grad():
-        again = sum(of_key(i, key.matrix.float(), centres_of(key)) for i in range(4)) / 4
+        texts = batch([s.last(QUICK.queries) for s in held])
+        again = of_key(texts, key.matrix.float(), centres_of(key)).mean(1)
         assert torch.allclose(again, key.after, rtol=0.1)
-        again = sum(of_value_after(key)(i, value.matrix.float(), None) for i in range(4)) / 4
+        again = of_value((texts, read_weights(texts, key)), value.matrix.float(), None).mean(1)
         assert torch.allclose(again, value.after, rtol=0.1)
 
 
@@ -227,7 +230,7 @@ def test_a_fit_learns_where_something_can_be_learnt():
     def low_rank(seed):
         states = random_states(seed=seed)
         v = torch.randn(4, 2, 24, 6, generator=generator) @ basis + 0.02 * torch.randn(4, 2, 24, 64)
-        return replace(states, v=v.bfloat16())
+        return replace(states, v=v.bfloat16().unsqueeze(2))
 
     torch.manual_seed(0)
     fit, held = ([low_rank(s) for s in range(n, n + 4)] for n in (0, 10))
@@ -241,12 +244,13 @@ def test_each_head_keeps_its_best_and_the_start_when_nothing_is_better():
     start = hadamard_start(2, 64, "cpu")
 
     def loss(text, matrix, centres):
-        alike = (matrix * start).sum((-2, -1)) / 64
-        return alike if text == 0 else alike * torch.tensor([-1.0, 1.0])
+        alike = (matrix * start).sum((-2, -1)).unsqueeze(1) / 64
+        return alike if text == 0 else alike * torch.tensor([[-1.0], [1.0]])
 
     def fit(steps):
         settings = OptRHSettings(steps=steps, check_every=2)
-        return optimise(start + 0.01 * torch.randn(64, 64), loss, [0], [1], lambda matrix: None, settings)
+        near = storable(start + 0.01 * torch.randn(64, 64)).float()
+        return optimise(near, loss, lambda indices: indices[0], 1, [1], lambda matrix: None, settings)
 
     torch.manual_seed(0)
     found = fit(6)

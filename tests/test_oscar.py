@@ -9,7 +9,7 @@ from residualquant.rotation import Rotation
 from residualquant.rotation.hadamard import hadamard_matrix
 from residualquant.rotation.oscar import fit_oscar, reversal, rotation_of_covariance
 from residualquant.rotation.recoding import quantisation_targets
-from residualquant.rotation.states import States
+from residualquant.rotation.states import States, batch
 
 
 def random_states(dim=64, heads=2, per_head=2, tokens=24, loops=4, seed=0, queries=None):
@@ -21,7 +21,8 @@ def random_states(dim=64, heads=2, per_head=2, tokens=24, loops=4, seed=0, queri
         shared = torch.randn(1, count, tokens, dim, generator=generator)
         return ((shared + 0.5 * torch.randn(loops, count, tokens, dim, generator=generator)) * spread).bfloat16()
 
-    return States(draw(heads * per_head)[:, :, -(queries or tokens) :], draw(heads), draw(heads))
+    q = draw(heads * per_head)[:, :, -(queries or tokens) :].unflatten(1, (heads, per_head))
+    return States(q.unsqueeze(2), draw(heads).unsqueeze(2), draw(heads).unsqueeze(2), (tokens,))
 
 
 def test_reversal():
@@ -64,16 +65,17 @@ def test_statistics_by_the_formula(cfg):
         for loop in range(4):
             for head in range(4):
                 kv = head // 2
-                for at, q in enumerate(states.q[loop, head].double()):
-                    scores = states.k[loop, kv, : at + 1].double() @ q / 8
-                    seen = scores.softmax(0) @ targets[loop, kv, : at + 1]
+                for at, q in enumerate(states.q[loop, kv, 0, head % 2].double()):
+                    scores = states.k[loop, kv, 0, : at + 1].double() @ q / 8
+                    seen = scores.softmax(0) @ targets[loop, kv, 0, : at + 1]
                     keys[kv] += torch.outer(q, q)
                     values[kv] += torch.outer(seen, seen)
                     count += 1
-    key, value = fit_oscar(texts, cfg)
     count /= 2  # queries per KV head
-    assert torch.allclose(key, rotation_of_covariance(keys / count), atol=1e-7)
-    assert torch.allclose(value, rotation_of_covariance(values / count), atol=1e-7)
+    for parts in (texts, [batch(texts)]):  # one by one, or padded to one length
+        key, value = fit_oscar(parts, cfg)
+        assert torch.allclose(key, rotation_of_covariance(keys / count), atol=1e-7)
+        assert torch.allclose(value, rotation_of_covariance(values / count), atol=1e-7)
 
 
 def test_targets_of_v():

@@ -1,7 +1,7 @@
 """Records: resumed after a kill, damage found and redone, one writer, a full disk, the same bytes every time."""
 
-import gzip
 import json
+import lzma
 import os
 import shutil
 import signal
@@ -9,13 +9,17 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import stand_ins
+import torch
 
+import residualquant.engine
 from residualquant.config import preset
 from residualquant.errors import ResidualQuantError
 from residualquant.evals import run as evals_run
+from residualquant.models.base import KVShape
 from residualquant.repro import paths
 from residualquant.repro.records import (
     Answer,
@@ -26,6 +30,8 @@ from residualquant.repro.records import (
     list_records,
     read_records,
 )
+from residualquant.rotation import Rotation
+from residualquant.rotation.calibration import rotations_hash
 
 PLACE = {"date": "today"}
 HERE = Path(__file__).parent
@@ -53,7 +59,7 @@ def finish(path):
 def text_of(path):
     """What is in a finished file, expanded by the standard library and not by the code under test."""
     assert not path.exists()
-    return gzip.decompress(finished_name(path).read_bytes())
+    return lzma.decompress(finished_name(path).read_bytes())
 
 
 def unfinish(path):
@@ -85,22 +91,22 @@ def test_a_finished_file_is_sorted_and_finishing_again_changes_no_byte(tmp_path)
     assert finished_name(other).read_bytes() == finished_name(both).read_bytes()
 
 
-def test_a_finished_file_is_compressed_without_its_time_or_name_and_any_gzip_reads_it(tmp_path):
-    path = fill(tmp_path / "r.jsonl")
-    expected = len(path.read_bytes().splitlines()) - 3  # the scores are merged into the answers
+def test_a_finished_file_is_small_and_any_xz_reads_it(tmp_path):
+    path = fill(tmp_path / "r.jsonl", n=50)
+    plain = path.read_bytes()
     finish(path)
     assert list_records(tmp_path) == [path] and not path.exists()
-    header = finished_name(path).read_bytes()[:10]
-    assert header[:8] == b"\x1f\x8b\x08\0\0\0\0\0"  # deflate; no name, no time
-    if zcat := shutil.which("zcat"):
-        shown = subprocess.run([zcat, finished_name(path)], capture_output=True, check=True).stdout
-        assert len(shown.splitlines()) == expected and shown == text_of(path)
+    assert len(finished_name(path).read_bytes()) < len(plain) / 3
+    if xzcat := shutil.which("xzcat"):
+        shown = subprocess.run([xzcat, finished_name(path)], capture_output=True, check=True).stdout
+        assert len(shown.splitlines()) == 51 and shown == text_of(path)  # the scores are merged into the answers
 
 
 def test_the_same_content_compressed_otherwise_is_left_alone(tmp_path):
     path = fill(tmp_path / "r.jsonl")
     finish(path)
-    other = gzip.compress(text_of(path), compresslevel=1, mtime=7)
+    other = lzma.compress(text_of(path), preset=0)
+    assert other != finished_name(path).read_bytes()
     finished_name(path).write_bytes(other)
     assert not finish(path) and finished_name(path).read_bytes() == other and not path.exists()
 
@@ -126,7 +132,7 @@ def test_a_finished_file_is_expanded_and_gone_on_with(tmp_path):
     assert len(read_records(finished_name(path)).cells) == 2
     assert finish(path) and len(text_of(path).splitlines()) == 7
     assert len(read_records(path).cells) == 2
-    assert sorted(f.name for f in tmp_path.iterdir()) == [".r.jsonl.lock", "r.jsonl.gz"]
+    assert sorted(f.name for f in tmp_path.iterdir()) == [".r.jsonl.lock", "r.jsonl.xz"]
 
 
 @pytest.mark.parametrize("harm", ["cut", "flip", "text", "empty", "tail"])
@@ -138,7 +144,7 @@ def test_a_damaged_finished_file_is_one_sentence_and_is_mended(tmp_path, harm):
     flipped = packed[:half] + bytes([packed[half] ^ 255]) + packed[half + 1 :]
     harmed = {"cut": packed[:half], "flip": flipped, "text": b"text\n", "empty": b"", "tail": packed + b"more"}
     finished_name(path).write_bytes(harmed[harm])
-    with pytest.raises(ResidualQuantError, match=r"r.jsonl.gz is damaged \(its compressed data.*make reproduce"):
+    with pytest.raises(ResidualQuantError, match=r"r.jsonl.xz is damaged \(its compressed data.*make reproduce"):
         read_records(path)
     with Writer(path) as writer:
         assert len(writer.records.damage) == 1
@@ -221,9 +227,17 @@ def test_the_key_changes_with_anything_that_changes_the_result():
     keys.add(key_of(evals_run.identity_of(model, "words", chosen[:1], preset("INT2 g=32"), **base)))
     keys.add(key_of(evals_run.identity_of(model, "words", chosen, preset("INT2 g=32"), max_new_tokens=9, seed=0)))
     keys.add(key_of(evals_run.identity_of(model, "words", chosen, preset("INT2 g=32"), max_new_tokens=8, seed=1)))
+    for rotations in (turned(1), turned(2)):
+        keys.add(key_of(evals_run.identity_of(model, "words", chosen, preset("INT2 g=32"), rotations, **base)))
     model.weights_hash = "1" * 64
     keys.add(key_of(evals_run.identity_of(model, "words", chosen, preset("INT2 g=32"), **base)))
-    assert len(keys) == 6
+    model.edge_shape = KVShape(1, 2, 2, 128)
+    keys.add(key_of(evals_run.identity_of(model, "words", chosen, preset("INT2 g=32"), **base)))
+    model.stop_ids = {1, 2}
+    keys.add(key_of(evals_run.identity_of(model, "words", chosen, preset("INT2 g=32"), **base)))
+    model.state_seed = 1  # of a model that starts from random numbers
+    keys.add(key_of(evals_run.identity_of(model, "words", chosen, preset("INT2 g=32"), **base)))
+    assert len(keys) == 11
 
 
 def test_two_writers_refuse(tmp_path):
@@ -293,10 +307,10 @@ def test_evaluate_answers_and_scores_everything_once(engine, tmp_path, monkeypat
     cells = evaluate(tmp_path / "r.jsonl")
     assert all(cell.is_complete for cell in cells)
     assert sum(cells[0].correct.values()) >= sum(cells[1].correct.values())
-    first = (tmp_path / "r.jsonl.gz").read_bytes()
+    first = (tmp_path / "r.jsonl.xz").read_bytes()
     monkeypatch.setattr("residualquant.engine.iter_decode", None)  # nothing is left to decode
     assert [c.correct for c in evaluate(tmp_path / "r.jsonl")] == [c.correct for c in cells]
-    assert (tmp_path / "r.jsonl.gz").read_bytes() == first and not (tmp_path / "r.jsonl").exists()
+    assert (tmp_path / "r.jsonl.xz").read_bytes() == first and not (tmp_path / "r.jsonl").exists()
 
 
 def test_evaluate_adds_only_what_is_missing(engine, tmp_path):
@@ -328,10 +342,95 @@ def test_evaluate_reports_damage_and_computes_it_again(engine, tmp_path, capsys)
     assert {k: c.correct for k, c in read_records(path).cells.items()} == {k: c.correct for k, c in whole.cells.items()}
 
 
-@pytest.mark.parametrize("n, configs", [(0, CONFIGS), (3, []), (3, [CONFIGS[0]] * 2)])
-def test_evaluate_refuses_nonsense(engine, tmp_path, n, configs):
-    with pytest.raises(ValueError, match="n >= 1 and distinct"):
-        evaluate(tmp_path / "r.jsonl", configs, n)
+def turned(seed):
+    """Calibrated rotations of the stand-in model, of one loop group: random orthogonal matrices."""
+    torch.manual_seed(seed)
+    places = [(0, layer, kind) for layer in range(2) for kind in "kv"]
+    return {place: Rotation(torch.linalg.qr(torch.randn(2, 128, 128))[0]) for place in places}
+
+
+OPTR_H = preset("INT2 g=32", rotation="optr_h")
+
+
+def test_configurations_that_differ_in_rotations_only_are_told_apart(engine, tmp_path):
+    def run(configs, rotations):
+        model = stand_ins.stand_in_model()
+        return evals_run.evaluate(model, "words", configs, 8, tmp_path / "r.jsonl", rotations=rotations, progress=False)
+
+    first, second = turned(1), turned(2)
+    both = run([OPTR_H, OPTR_H, CONFIGS[0]], {0: first, 1: second})
+    assert [c.identity["rotations"] for c in both] == [rotations_hash(first), rotations_hash(second), None]
+    run([OPTR_H], {0: second})
+    assert set(read_records(tmp_path / "r.jsonl").cells) == {c.key[:16] for c in both}
+
+
+def test_rotations_reach_the_decoder_with_their_configuration_when_others_are_done(engine, tmp_path, monkeypatch):
+    seen = []
+    inner = residualquant.engine.iter_decode
+
+    def iter_decode(model, prompts, configs, rotations, **options):
+        seen.append((configs, rotations))
+        return inner(model, prompts, configs, **options)
+
+    monkeypatch.setattr(residualquant.engine, "iter_decode", iter_decode)
+    evaluate(tmp_path / "r.jsonl", CONFIGS[:2])
+    rotations = turned(1)
+    model = stand_ins.stand_in_model()
+    configs = [*CONFIGS[:2], OPTR_H]
+    evals_run.evaluate(model, "words", configs, 8, tmp_path / "r.jsonl", rotations={2: rotations}, progress=False)
+    assert seen == [(CONFIGS[:2], {}), ([OPTR_H], {0: rotations})]
+
+
+def test_recalibration_for_other_weights_supersedes(engine, tmp_path):
+    model = stand_ins.stand_in_model()
+    for weights, rotations in (("1" * 64, turned(1)), ("2" * 64, turned(2))):
+        model.weights_hash = weights
+        evals_run.evaluate(model, "words", [OPTR_H], 8, tmp_path / "r.jsonl", rotations={0: rotations}, progress=False)
+    assert len(read_records(tmp_path / "r.jsonl").cells) == 1
+
+
+BAD = {
+    "no problem": ([CONFIGS[0]], 0, {}, "n must be at least 1, got 0"),
+    "no configuration": ([], 3, {}, "one or more configurations"),
+    "twice": ([CONFIGS[1]] * 2, 3, {}, r"distinct codecs, got \['INT2 g=32', 'INT2 g=32'\]"),
+    "two ways to be off": ([CONFIGS[0], preset("BF16", rotation="hadamard")], 3, {}, "distinct codecs"),
+    "same rotations twice": ([OPTR_H] * 2, 3, {0: turned(1), 1: turned(1)}, "distinct codecs"),
+    "not calibrated": ([OPTR_H], 3, {}, "INT2 g=32 with rotation='optr_h' needs .*`residualquant calibrate`"),
+    "for none": ([CONFIGS[1]], 3, {0: turned(1)}, "rotations were given for INT2 g=32, whose rotation='none'"),
+    "for nobody": ([CONFIGS[1]], 3, {1: turned(1)}, "given for configuration 1, but there are 1"),
+    "incomplete": ([OPTR_H], 3, {0: {(0, 0, "k"): turned(1)[0, 0, "k"]}}, r"no optr_h rotation .* \(0, 0, 'v'\)"),
+    "group size": ([preset("INT2 g=32", group_size=64)], 3, {}, "96 is not divisible by the group size 64"),
+    "other loops": ([preset("INT2 g=32", loops=3)], 3, {}, "do not divide into groups of 3"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_evaluate_refuses_nonsense_and_writes_nothing(engine, tmp_path, case):
+    configs, n, rotations, sentence = BAD[case]
+    model = stand_ins.stand_in_model()
+    if case == "group size":
+        model.kv_shape = KVShape(4, 2, 2, 96)
+    with pytest.raises(ValueError, match=sentence):
+        evals_run.evaluate(model, "words", configs, n, tmp_path / "r.jsonl", rotations=rotations)
+    assert not list(tmp_path.iterdir())
+
+
+HARM = {
+    "no tokenizer": ({"tokenizer": None}, "has no tokenizer.json"),
+    "no stop token": ({"stop_ids": set()}, "has no stop token"),
+    "short": ({"config": SimpleNamespace(vocab_size=258, max_position_embeddings=300)}, "exceed the model's 300 posit"),
+    "other words": ({"config": SimpleNamespace(vocab_size=50)}, "ids must be below 50"),
+}
+
+
+@pytest.mark.parametrize("case", HARM)
+def test_a_model_that_cannot_be_evaluated_is_refused_and_nothing_is_written(engine, tmp_path, case):
+    attributes, sentence = HARM[case]
+    model = stand_ins.stand_in_model()
+    vars(model).update(attributes)
+    with pytest.raises((ValueError, ResidualQuantError), match=sentence):
+        evals_run.evaluate(model, "words", CONFIGS, 3, tmp_path / "r.jsonl")
+    assert not list(tmp_path.iterdir())
 
 
 def test_killed_half_way_and_run_again_nothing_is_lost_or_computed_twice(tmp_path):

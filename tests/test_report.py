@@ -9,6 +9,7 @@ from test_plots import tiny_home
 
 from residualquant.errors import ResidualQuantError
 from residualquant.repro import markup, paths, report, traces
+from residualquant.repro.figures import FIGURES
 
 
 class Page(HTMLParser):
@@ -50,15 +51,15 @@ def test_the_page_is_whole_and_loads_nothing(text):
     page = Page(text)
     assert page.ids == list(report.SECTIONS)
     assert page.links == [f"#{label}" for label in report.SECTIONS]
-    assert len(page.sources) == 6
+    assert len(page.sources) == len(FIGURES)
     assert all(source.startswith("data:image/png;base64,") for source in page.sources)
     assert all(page.alts)
     assert not re.search(r"https?://|@import|url\(", re.sub(r"base64,[^\"]+", "", text))
-    assert "viewport" in text and "@media print" in text and "missing\">" not in text
+    assert "viewport" in text and "@media print" in text and 'missing">' not in text
 
 
 def test_paper_stands_beside_ours(text):
-    assert "paper 27.8" in text  # direct INT2 g=32 on MATH500
+    assert re.search(r"\d\d\.\d \(27\.8\)", text)  # direct INT2 g=32 on MATH500
     assert "69 of 69" in text
     assert text.count("reproduced</span>") >= 69
 
@@ -74,7 +75,7 @@ def test_what_is_missing_is_said_and_the_rest_is_made(home, text):
     finally:
         (home / "aside").rename(home / "data" / "tiny" / traces.TRACE_FILE)
     assert page.count("kv_trace.safetensors is missing") == 2
-    assert len(Page(page).sources) == 4
+    assert len(Page(page).sources) == len(FIGURES) - 2
 
 
 def test_an_unknown_profile_is_refused():

@@ -102,6 +102,7 @@ def test_a_bare_matrix_is_a_rotation():
 @pytest.mark.parametrize("heads", [None, 3])
 @pytest.mark.parametrize("with_means", [False, True])
 def test_calibrated_rotations_code_in_their_basis(heads, with_means):
+    torch.manual_seed(0)
     plain, cfg = KVQuantConfig(bits=(8, 8, 8, 8)), KVQuantConfig(bits=(8, 8, 8, 8), rotation="optr_h")
     means = torch.randn(4, 64) if heads is None else torch.randn(4, heads, 64)
     rotation = random_rotation(64, heads, means if with_means else None)

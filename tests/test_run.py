@@ -10,11 +10,11 @@ import pytest
 import stand_ins
 
 from residualquant.errors import ResidualQuantError
-from residualquant.repro import figures, paths, profiles, run, tables, verdicts
+from residualquant.repro import figures, paths, profiles, run, tables
 from residualquant.repro.records import Lock
 
 N = 6
-TINY = profiles.Profile("tiny", {"words": N, "algebra": N}, methods=profiles._SMOKE)
+TINY = profiles.Profile("tiny", {"ouro": {"words": N, "algebra": N}}, only=profiles._smoke_cells())
 
 
 @pytest.fixture
@@ -23,13 +23,13 @@ def home(tmp_path, monkeypatch):
     monkeypatch.setenv("RESIDUALQUANT_HOME", str(tmp_path))
     monkeypatch.setitem(profiles.PROFILES, "tiny", TINY)
     monkeypatch.setattr(profiles, "_lack_of_model", lambda name: "")
-    stand_ins.install(monkeypatch, TINY.tasks, N)
+    stand_ins.install(monkeypatch, ("words", "algebra"), N)
     monkeypatch.setattr(run, "package_hash", lambda: "one")  # whoever edits the sources meanwhile
 
     def run_notebooks(profile, names=None, compute=False):
         assert compute
-        for make in (tables.table2, tables.table2_mean, tables.figure1_left, verdicts.claims):
-            make(profile, compute=compute)
+        for label in ("table2", "table2_mean", "figure1_left"):
+            tables.table(label, profile, compute=compute)
 
     def write_report(profile):
         page = paths.figures_dir(profile) / "report.html"
@@ -69,7 +69,7 @@ def test_a_finished_run_is_up_to_date_and_changes_no_byte(home, monkeypatch):
     assert "computing everything anew" in said and "nothing is committed" in said
     assert run.read_marker("tiny")["state"] == "finished"
     first = bytes_of(home)
-    assert len(pd.read_csv(paths.data_dir("tiny") / "table2.csv")) == 10
+    assert len(pd.read_csv(paths.data_dir("tiny") / "table2.csv")) == 136
     no_decoding(monkeypatch)
     assert "up to date" in reproduce()
     assert bytes_of(home) == first
@@ -110,7 +110,7 @@ def test_an_interrupted_run_goes_on_and_keeps_its_answers(home, monkeypatch):
 
     monkeypatch.setattr(engine, "iter_decode", counted)
     assert "going on with the run" in reproduce()
-    assert sum(calls) == N * (5 + 6) - 7
+    assert sum(calls) == N * (3 + 8) - 7
 
 
 def test_committed_results_are_compared_with_and_never_read(home, monkeypatch):
@@ -123,7 +123,7 @@ def test_committed_results_are_compared_with_and_never_read(home, monkeypatch):
     table.to_csv(paths.data_dir("tiny") / "table2.csv", index=False)
     said = reproduce()
     assert "computing everything anew" in said
-    assert "table2.csv: 10 cells against the committed ones: 8 identical, 1 within the 95 % interval, 1 outside" in said
+    assert "table2.csv: 9 cells against the committed ones: 7 identical, 1 within the 95 % interval, 1 outside" in said
     assert "figure1_left.csv: identical to the committed file, byte for byte" in said
     assert "answers: 66 of 66 identical word for word" in said
     assert (paths.committed_dir("tiny") / "table2.csv").is_file()
@@ -136,18 +136,18 @@ def test_fresh_starts_over_and_keeps_what_was_committed(home):
     reproduce()
     assert "computing everything anew" in reproduce(fresh=True)
     assert (paths.committed_dir("tiny") / "table2.csv").read_text() == "committed\n1\n"
-    assert len(pd.read_csv(paths.data_dir("tiny") / "table2.csv")) == 10
+    assert len(pd.read_csv(paths.data_dir("tiny") / "table2.csv")) == 136
 
 
 def test_killed_while_setting_committed_files_aside(home, monkeypatch):
     reproduce()
     data, aside = paths.data_dir("tiny"), paths.committed_dir("tiny")
     paths.write_atomic(run.marker_path("tiny"), json.dumps({"state": "starting"}))
-    whole = (data / "claims.csv").read_bytes()
+    whole = (data / "figure1_left.csv").read_bytes()
     aside.mkdir(exist_ok=True)
-    (data / "claims.csv").rename(aside / "claims.csv")
+    (data / "figure1_left.csv").rename(aside / "figure1_left.csv")
     assert "computing everything anew" in reproduce()
-    assert (aside / "claims.csv").read_bytes() == whole and (aside / "table2.csv").is_file()
+    assert (aside / "figure1_left.csv").read_bytes() == whole and (aside / "table2.csv").is_file()
 
 
 @pytest.mark.parametrize(
@@ -168,16 +168,22 @@ def test_tables_and_figures_come_from_the_records_without_a_model(home, monkeypa
     no_decoding(monkeypatch)
     first = bytes_of(home)
     said = []
-    run.make_tables("tiny", ["table2", "figure1_left", "claims"], log=said.append)
+    run.make_tables("tiny", ["table2", "figure1_left"], log=said.append)
     assert bytes_of(home) == first and said[0].endswith("table2.csv")
     drawn = []
     monkeypatch.setattr(figures, "figure", lambda label, profile: drawn.append((label, profile)))
     run.make_figures("tiny", ["table2"], log=said.append)
     assert drawn == [("table2", "tiny")]
-    with pytest.raises(ValueError, match="no table 'tabel2'; known: storage, table2"):
+    with pytest.raises(ValueError, match="no table 'tabel2'; known: storage, table1"):
         run.make_tables("tiny", ["tabel2"])
     with pytest.raises(ValueError, match="no figure 'x'"):
         run.make_figures("tiny", ["x"])
+    with pytest.raises(ResidualQuantError, match=r"table1_problems\.csv is missing: `make reproduce PROFILE=tiny`"):
+        run.make_tables("tiny", ["table1"])
+    said.clear()
+    run.make_tables("tiny", log=said.append)  # all that can be made
+    assert "table table1 left out: data/tiny/table1_problems.csv is missing" in "\n".join(said)
+    assert "data/tiny/table9.csv" in said
 
 
 def test_a_missing_gpu_is_one_sentence(home, monkeypatch):

@@ -9,6 +9,8 @@ from hypothesis import strategies as st
 
 from residualquant.repro.stats import (
     Pair,
+    bootstrap_mean,
+    holm,
     mcnemar_exact,
     mean_interval,
     noninferiority,
@@ -88,3 +90,25 @@ def test_the_interval_of_a_mean_covers_as_it_says():
         _, low, high = mean_interval([(int(rng.binomial(n, p)), n) for p, n in zip(rates, sizes)])
         hits += low <= np.mean(rates) <= high
     assert 0.925 < hits / 600 < 0.98
+
+
+def test_holm_is_bonferroni_for_the_smallest_and_never_decreases():
+    assert holm([0.01, 0.04, 0.03]) == pytest.approx([0.03, 0.06, 0.06])
+    assert holm([0.5, 0.9]) == [1.0, 1.0] and holm([]) == []
+
+
+@given(st.lists(st.floats(0, 1), min_size=1, max_size=8))
+def test_holm_lies_between_the_p_value_and_bonferroni(p_values):
+    for p, corrected in zip(p_values, holm(p_values)):
+        assert p <= corrected <= min(1.0, len(p_values) * p) or corrected == pytest.approx(min(1.0, len(p_values) * p))
+
+
+def test_the_bootstrap_interval_is_that_of_a_mean_and_repeats():
+    values = np.random.default_rng(1).normal(3, 2, size=400)
+    mean, low, high = bootstrap_mean(values)
+    assert mean == pytest.approx(values.mean())
+    assert (high - low) / 2 == pytest.approx(1.96 * values.std() / 20, rel=0.1)
+    assert bootstrap_mean(values) == (mean, low, high)
+    assert bootstrap_mean([5.0, 5.0]) == (5.0, 5.0, 5.0)
+    with pytest.raises(ValueError, match="no values"):
+        bootstrap_mean([])

@@ -1,28 +1,34 @@
 """Tables and claims from stand-in answers: columns, tests against the right rows, the paper's numbers, same bytes."""
 
 import dataclasses
-import gzip
+import lzma
 import re
 
 import numpy as np
 import pandas as pd
 import pytest
 import stand_ins
+from test_plots import keep_analyses
 
+from residualquant.config import preset
 from residualquant.errors import ResidualQuantError
-from residualquant.repro import cells, paper, paths, profiles, records, stats, tables, verdicts
-from residualquant.repro.profiles import FIGURE1, METHODS, PRECISIONS, PROFILES, TABLE2, Method, Profile, profile_of
+from residualquant.repro import cells, layouts, paper, paths, profiles, records, stats, tables, verdicts
+from residualquant.repro.labels import BF16, LABELS, direct_of
+from residualquant.repro.profiles import PROFILES, Profile, profile_of
 
-WHAT = ["model", "benchmark", "config", "bits_per_loop", "group_size", "reference", "coefficient", "rotation"]
-MEASURED = ["effective_bits", "n", "correct", "accuracy_pct", "ci_low", "ci_high", "p_vs_direct", "p_vs_bf16"]
-COLUMNS = [*WHAT, *MEASURED, "paper_pct"]
-N = 12
-TINY = Profile("tiny", dict.fromkeys(("words", "algebra", "stubs", "asserts"), N))
+WHERE = ["model", "benchmark", "stands_for"]
+CODED = ["config", "bits_per_loop", "group_size", "reference", "coefficient", "rotation"]
+MEASURED = ["effective_bits", "model_bits", "n", "correct", "accuracy_pct", "ci_low", "ci_high"]
+COLUMNS = [*WHERE, *CODED, *MEASURED, "paper_pct", "delta_pct", "p_vs_direct", "p_vs_bf16"]
+N = 6
+TASKS = ("words", "algebra", "stubs", "asserts")
+TINY = Profile("tiny", {"ouro": dict.fromkeys(TASKS, N), "huginn": dict.fromkeys(TASKS, N)})
+PARTLY = dataclasses.replace(TINY, problems={"ouro": {"words": N}, "huginn": {"words": N}})
 
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory):
-    """A workspace with the records of a whole tiny profile."""
+    """A workspace with the records of a whole tiny profile, and made-up analyses."""
     with pytest.MonkeyPatch.context() as patch:
         home = tmp_path_factory.mktemp("home")
         patch.setenv("RESIDUALQUANT_HOME", str(home))
@@ -30,35 +36,50 @@ def home(tmp_path_factory):
         patch.setattr("residualquant.evals.run.SCORE_EVERY", 10_000)
         stand_ins.install(patch, n=N)
         cells.compute_cells(TINY, progress=False)
+        keep_analyses(home / "data" / "tiny")
         yield home
 
 
-def test_table2_has_every_method_on_every_task(home):
-    table = tables.table2(TINY)
+def test_table2_has_every_method_on_every_task_of_both_families(home):
+    table = tables.table("table2", TINY)
     assert list(table.columns) == COLUMNS
-    assert len(table) == 17 * 4 and not table.duplicated(["benchmark", *COLUMNS[2:8]]).any()
-    assert set(table.model) == {"mini-ouro-maths", "mini-ouro-code"}
-    assert (table.n == N).all() and np.allclose(table.accuracy_pct, 100 * table.correct / N, atol=1e-4)
+    assert len(table) == 17 * 8 and not table.duplicated([*WHERE, *CODED[1:]]).any()
+    assert set(table.model) == {"mini-ouro-maths", "mini-ouro-code", "mini-huginn"}
+    assert (table.n == N).all() and np.allclose(table.accuracy_pct, 100 * table.correct.astype(float) / N, atol=1e-4)
     assert ((table.ci_low <= table.accuracy_pct) & (table.accuracy_pct <= table.ci_high)).all()
-    assert set(table.rotation) == {"none", "hadamard"}
-    first = table[table.benchmark == "words"].effective_bits.tolist()
-    assert first[:5] == [16, 2.5, 2.5, 2.59375, 2.59375] and first[-4:] == [3.375, 3.375, 3.46875, 3.46875]
+    assert set(table.rotation) == {"none", "optr_h"}
+
+
+def test_bits_are_of_the_loops_and_of_the_whole_model(home):
+    table = tables.table("table2", TINY).set_index(["model", "benchmark", "config", "reference", "rotation"])
+    ouro = table.loc[("mini-ouro-maths", "words", "INT2/4 g=32", "last", "none")]
+    huginn = table.loc[("mini-huginn", "words", "INT2/4 g=32", "last", "none")]
+    assert ouro.effective_bits == ouro.model_bits == 3.09375
+    assert huginn.effective_bits == 3.125
+    assert huginn.model_bits == pytest.approx((64 * 3.125 + 2 * 4.5) / 66, abs=1e-6)
+    assert list(tables.table("table8", TINY).effective_bits.round(5).unique()) == [
+        16, 3.5, 3.125, 3.33333, 2.89583, 3.25, 2.78125,
+    ]  # fmt: skip
 
 
 def test_the_papers_numbers_stand_beside_the_right_rows(home):
-    table = tables.table2(TINY).set_index(["benchmark", "bits_per_loop", "group_size", "reference", "rotation"])
-    assert table.loc[("words", "2,2,2,2", 32, "direct", "none")].paper_pct == 33.66
-    assert table.loc[("algebra", "2,2,2,2", 32, "direct", "hadamard")].paper_pct == 55.40
-    assert table.loc[("words", "2,2,2,4", 16, "last", "hadamard")].paper_pct == 77.63
-    assert table.paper_pct.notna().all()
+    table = tables.table("table2", TINY)
+    assert (table.delta_pct - (table.accuracy_pct - table.paper_pct)).abs().max() < 1e-3
+    table = table.set_index(["model", "benchmark", "bits_per_loop", "group_size", "reference", "rotation"])
+    assert table.loc[("mini-ouro-maths", "words", "2,2,2,2", 32, "direct", "none")].paper_pct == 33.66
+    assert table.loc[("mini-ouro-maths", "algebra", "2,2,2,2", 32, "direct", "optr_h")].paper_pct == 55.40
+    assert table.loc[("mini-huginn", "asserts", "2,2,2,4", 16, "last", "optr_h")].paper_pct == 39.42
+    for label in LABELS:
+        assert tables.table(label, TINY).paper_pct.notna().all()
 
 
 def test_p_values_compare_with_direct_of_the_same_bits_and_with_bf16(home):
-    table, read = tables.table2(TINY), cells.read_cells(TINY)
-    row = table[(table.benchmark == "words") & (table.config == "INT2/4 g=32") & (table.reference == "last")].iloc[0]
-    method, direct = Method("residual_ls", (2, 2, 2, 4), 32), Method("direct", (2, 2, 2, 4), 32)
-    for column, other in (("p_vs_direct", direct), ("p_vs_bf16", Method("bf16"))):
-        pair = stats.Pair.of(read["words", method].correct, read["words", other].correct)
+    table, read = tables.table("table9", TINY), cells.read_cells(TINY)
+    row = table[(table.config == "INT2/4 g=32") & (table.reference == "first") & (table.rotation == "oscar")].iloc[0]
+    config = preset("INT2/4 g=32", reference="first", rotation="oscar")
+    assert direct_of(config).bits == (4, 2, 2, 2)
+    for column, other in (("p_vs_direct", direct_of(config)), ("p_vs_bf16", BF16)):
+        pair = stats.Pair.of(read["ouro", "algebra", config].correct, read["ouro", "algebra", other].correct)
         assert row[column] == pytest.approx(stats.mcnemar_exact(pair), rel=1e-3)
     plain = (table.reference == "direct") & (table.rotation == "none")
     assert table[plain | (table.config == "BF16")].p_vs_direct.isna().all()
@@ -66,16 +87,20 @@ def test_p_values_compare_with_direct_of_the_same_bits_and_with_bf16(home):
     assert table[table.config == "BF16"].p_vs_bf16.isna().all()
 
 
-def test_the_mean_weighs_tasks_equally(home):
-    table, mean = tables.table2(TINY), tables.table2_mean(TINY)
-    assert list(mean.columns) == COLUMNS and len(mean) == 17 and (mean.benchmark == "mean").all()
-    assert np.allclose(mean.accuracy_pct, table.accuracy_pct.to_numpy().reshape(4, 17).mean(0), atol=1e-3)
-    assert mean.paper_pct[0] == pytest.approx((79.23 + 75 + 71.95 + 74.34) / 4)
-    assert (mean.n == 4 * N).all()
+def test_means_weigh_tasks_equally(home):
+    table, mean = tables.table("table2", TINY), tables.table("table2_mean", TINY)
+    assert list(mean.columns) == COLUMNS and list(dict.fromkeys(mean.model)) == ["ouro", "huginn", "all"]
+    by_task = table.accuracy_pct.to_numpy().reshape(8, 17)
+    assert np.allclose(mean[mean.model == "all"].accuracy_pct, by_task.mean(0), atol=1e-3)
+    assert np.allclose(mean[mean.model == "huginn"].accuracy_pct, by_task[4:].mean(0), atol=1e-3)
+    printed = paper.read_paper("table2")
+    printed = printed[printed.model == "mean"].accuracy_pct
+    assert sorted(mean[mean.model == "all"].paper_pct.round(2)) == pytest.approx(sorted(printed), abs=0.011)
+    assert (mean[mean.model == "all"].n == 8 * N).all()
 
 
 def test_figure1_left_goes_step_by_step(home):
-    table = tables.figure1_left(TINY)
+    table = tables.table("figure1_left", TINY)
     assert list(table.step) == paper.read_paper("figure1_left").step.tolist()
     assert list(table.paper_pct) == [75.0, 27.8, 57.2, 60.6, 71.6, 76.0]
     assert list(table.effective_bits) == paper.read_paper("figure1_left").effective_bits.tolist()
@@ -83,87 +108,130 @@ def test_figure1_left_goes_step_by_step(home):
     assert table.p_vs_previous.isna().tolist() == [True, True, False, False, False, False]
 
 
-def test_tables_are_written_and_written_again_without_changing_a_byte(home):
-    for make, label in ((tables.table2, "table2"), (tables.figure1_left, "figure1_left"), (verdicts.claims, "claims")):
-        make(TINY)
-        file = paths.data_dir("tiny") / f"{label}.csv"
-        first = file.read_bytes()
-        made = make(TINY)
-        assert file.read_bytes() == first
-        assert list(pd.read_csv(file).columns) == list(made.columns)
+@pytest.mark.parametrize("label", tables.TABLES)
+def test_tables_are_written_and_written_again_without_changing_a_byte(home, label):
+    tables.table(label, TINY)
+    file = paths.data_dir("tiny") / f"{label}.csv"
+    first = file.read_bytes()
+    made = tables.table(label, TINY)
+    assert file.read_bytes() == first
+    assert list(pd.read_csv(file).columns) == list(made.columns)
+
+
+def test_what_a_profile_does_not_measure_is_left_open(home):
+    table = tables.table("table2", PARTLY)
+    assert table.accuracy_pct.notna().sum() == 2 * 17 and len(table) == 8 * 17
+    laid_out = layouts.summary("table2", table, tables.table("table2_mean", PARTLY))
+    assert laid_out["stubs (HumanEval), Ouro"][0] == "– (72.0)" and laid_out["mean, all"][0] == "– (52.9)"
+    assert set(layouts.compare(table[table.benchmark == "stubs"]).Ours) == {"–"}
+    assert tables.table("table9", PARTLY).accuracy_pct.isna().all()
+
+
+# ------------------------------------------------------------------------------------------------ claims
 
 
 def test_every_claim_is_judged_by_a_paired_test(home):
     table = verdicts.claims(TINY)
-    assert set(table.claim) == {claim.name for claim in verdicts.CLAIMS}
-    assert set(table.verdict) <= {"reproduced", "not reproduced", "undecided"}
-    single = table[~table.comparison.str.startswith("all ")]
-    assert single.p.between(0, 1).all() and single.paper_difference.notna().all()
-    unit = single[single.claim == "ls_above_unit"].iloc[0]
-    assert unit.paper_difference == pytest.approx(3.4) and unit.tasks == "algebra"
+    assert list(verdicts.whole_claims(table).claim) == [claim.number for claim in verdicts.CLAIMS]
+    assert {claim.number.rstrip("ab") for claim in verdicts.CLAIMS} == {str(n) for n in range(1, 11)}
+    single = table[table.comparison != "all"]
+    assert len(single) == sum(len(claim.comparisons) for claim in verdicts.CLAIMS)
+    assert single.p.between(0, 1).all() and single.paper_difference.notna().all() and (single.p_holm >= single.p).all()
+    ls = single[single.claim == "3b"].iloc[0]
+    assert ls.paper_difference == pytest.approx(3.6) and ls.tasks == "ouro:algebra"
+    huginn = single[single.claim == "9"]
+    assert set(huginn.tasks) == {"huginn:words"} and len(huginn) == 8
     better = single[single.kind == "better"]
-    assert ((better.p < 0.05) == (better.verdict != "undecided")).all()
+    assert ((better.p_holm < 0.05) == (better.verdict != "undecided")).all()
 
 
-def test_a_claim_is_reproduced_only_where_every_comparison_is(home):
-    table = verdicts.claims(TINY)
-    for _, group in table.groupby("claim"):
-        *parts, whole = group.verdict.tolist()
-        if whole == "reproduced":
-            assert set(parts) == {"reproduced"}
-        assert ("not reproduced" in parts) == (whole == "not reproduced")
+def test_most_of_the_papers_own_numbers_are_on_the_side_of_its_claims(home):
+    single = verdicts.claims(TINY)
+    single = single[(single.comparison != "all") & (single.kind.isin(["better", "higher"]))]
+    share = single.groupby("claim").paper_difference.apply(lambda d: (d > 0).mean())
+    assert (share[share.index != "3a"] == 1).all() and 0.5 < share["3a"] < 1
+
+
+def verdict_of(*rows, most=False):
+    claim = verdicts.Claim("1", "text", (None,) * len(rows), most)
+    judged = verdicts._decide([{"p": p, "n": 9, "_says": says, "_opposite": opposite} for p, says, opposite in rows])
+    return [row["verdict"] for row in judged], verdicts._whole(claim, judged, "")["verdict"]
+
+
+def test_a_claim_is_reproduced_only_where_every_comparison_is():
+    good, bad, open_ = (1e-4, True, 1.0), (1e-4, False, 1e-4), (0.4, True, 1.0)
+    assert verdict_of(good, good) == (["reproduced"] * 2, "reproduced")
+    assert verdict_of(good, open_) == (["reproduced", "undecided"], "undecided")
+    assert verdict_of(good, bad) == (["reproduced", "not reproduced"], "not reproduced")
+    assert verdict_of(good, good, bad, most=True)[1] == "reproduced"
+    assert verdict_of(good, bad, bad, most=True)[1] == "not reproduced"
+    assert verdict_of((0.03, True, 1.0), open_)[0] == ["undecided", "undecided"]  # 0.03 is 0.06 after Holm
+
+
+def test_claims_without_results_say_what_is_missing(home, tmp_path, monkeypatch):
+    monkeypatch.setenv("RESIDUALQUANT_HOME", str(tmp_path))
+    table = verdicts.whole_claims(verdicts.claims(TINY))
+    assert set(table.verdict) == {"not measured"}
+    assert table.comparisons.str.contains("`make reproduce PROFILE=tiny`").all()
+
+
+# ------------------------------------------------------------------------------------------------ for readers
 
 
 def test_another_models_values_get_no_verdict_only_the_order(home):
-    laid_out = tables.compare(tables.table2(TINY))
-    assert list(laid_out.columns)[4:] == ["Paper", "Ours", "Δ", "n", "95 % CI", "Verdict"]
+    laid_out = layouts.compare(tables.table("table2", TINY))
+    assert list(laid_out.columns)[5:] == ["Paper", "Ours", "Δ", "n", "95 % CI", "Verdict"]
     assert set(laid_out.Verdict) - {"–"} <= {
         f"{verdict}: {order} direct"
         for verdict in ("reproduced", "not reproduced", "undecided")
         for order in ("above", "below")
     }
     assert (laid_out[laid_out.Method.isin(["BF16", "Direct"])].Verdict == "–").all()
-    text = tables.markdown(laid_out)
-    assert text.count("\n") == len(laid_out) + 1 and "hadamard" in text
+    text = layouts.markdown(laid_out)
+    assert text.count("\n") == len(laid_out) + 1 and "OptR-H" in text
 
 
 def test_the_papers_own_model_is_judged_by_value():
-    row = {"model": "Ouro-1.4B", "paper_pct": 75.0, "ci_low": 71.0, "ci_high": 79.0}
-    assert tables._verdict(pd.Series(row), None) == "reproduced"
-    assert tables._verdict(pd.Series(row | {"ci_high": 74.0}), None) == "not reproduced"
+    row = {"model": "Ouro-1.4B", "accuracy_pct": 76.0, "paper_pct": 75.0, "ci_low": 71.0, "ci_high": 79.0}
+    assert layouts._verdict(pd.Series(row), None) == "reproduced"
+    assert layouts._verdict(pd.Series(row | {"ci_high": 74.0}), None) == "not reproduced"
 
 
-def test_the_summary_has_a_row_per_method_and_a_column_per_task(home):
-    summary = tables.summary(TINY)
-    assert summary.shape == (17, 8) and summary.columns[-1] == "mean"
-    assert all(re.fullmatch(r"\d+\.\d \(\d+\.\d\)", cell) for cell in summary["words (gsm8k)"])
+def test_summaries_have_the_papers_layout(home):
+    shapes = {"table2": (17, 10), "figure1_left": (6, 3), "table3": (9, 5), "table4": (5, 5), "table5": (8, 5),
+              "table8": (7, 4), "table9": (18, 10)}  # fmt: skip
+    for label in LABELS:
+        summary = layouts.summary(label, tables.table(label, TINY))
+        assert summary.shape == shapes[label], label
+        filled = summary.iloc[:, len(layouts.LAYOUTS[label][0]) :].to_numpy().ravel()
+        assert all(re.fullmatch(r"|\d+\.\d \(\d+\.\d\)", cell) for cell in filled)
+        assert sum(bool(cell) for cell in filled) == len(tables.table(label, TINY))
+    with pytest.raises(ValueError, match="no layout for 'table1'"):
+        layouts.summary("table1", pd.DataFrame())
 
 
 def test_missing_answers_are_one_sentence(home):
-    more = dataclasses.replace(TINY, problems={"words": N + 1})
-    with pytest.raises(ResidualQuantError, match=r"holds 0 of 13 answers for words, bf16 BF16; `make reproduce"):
-        tables.table2(more)
+    more = dataclasses.replace(TINY, problems={"ouro": {"words": N + 1}})
+    with pytest.raises(ResidualQuantError, match=r"holds 0 of 7 answers for words, BF16; `make reproduce"):
+        tables.table("table2", more)
+    with pytest.raises(ValueError, match="no table 'tabel2'; known: storage, table1"):
+        tables.table("tabel2", TINY)
 
 
 def test_a_damaged_record_line_stops_a_table(home, tmp_path, monkeypatch):
-    source = paths.records_dir("tiny") / cells.records_name(TINY, "words")
-    text = gzip.decompress(records.finished_name(source).read_bytes())
+    source = paths.records_dir("tiny") / cells.records_name(TINY, ("ouro", "words"))
+    text = lzma.decompress(records.finished_name(source).read_bytes())
     monkeypatch.setenv("RESIDUALQUANT_HOME", str(tmp_path))
     copy = paths.records_dir("tiny") / source.name
     paths.write_atomic(copy, text.replace(b'"tokens":', b'"tokens" :', 1))
     with pytest.raises(ResidualQuantError, match=r"line 2 of data.tiny.records.*is damaged"):
-        tables.table2(dataclasses.replace(TINY, problems={"words": N}))
+        tables.table("table2", dataclasses.replace(TINY, problems={"ouro": {"words": N}}))
 
 
 def test_profiles_hold_what_the_paper_compares():
-    assert len(TABLE2) == 17 == 1 + len(METHODS) * len(PRECISIONS)
-    assert len({m.config for m in TABLE2}) == 17
-    assert len(profile_of("smoke").methods) == 5 and profile_of("smoke").problems["words"] == 8
-    assert profile_of("mini").problems == {"words": 200, "algebra": 200, "stubs": 100, "asserts": 100}
-    assert min(profile_of("full").problems.values()) >= 400 and profile_of("full").device == "cuda"
-    extra = set(profile_of("mini").methods_of("algebra")) - set(TABLE2)
-    assert extra == {FIGURE1["last_loop_residual"]} and FIGURE1["last_loop_residual"].config.coefficient == "unit"
-    assert profile_of("mini").methods_of("words") == TABLE2
+    assert profile_of("mini").describe().startswith("Ouro: words 200, algebra 200, stubs 100, asserts 100; Huginn:")
+    assert min(n for cells in profile_of("full").plan.values() for n in cells.values()) >= 400
+    assert profile_of("full").device == "cuda"
     with pytest.raises(ValueError, match="unknown profile 'mni'; known: smoke, mini, full, paper"):
         profile_of("mni")
 
@@ -176,12 +244,13 @@ def test_the_paper_profile_says_what_is_missing():
 
 
 def test_the_papers_numbers_are_found_by_label():
-    assert paper.table2_accuracy("bf16", "", 0)["math500"] == 75.0
     with pytest.raises(ValueError, match="no label 'table99'; known: claims"):
         paper.read_paper("table99")
+    with pytest.raises(ValueError, match="no label 'table99'; known: claims"):
+        paper.printed("table99")
 
 
 def test_records_name_their_schema(home):
-    cell = next(iter(cells.read_cells(TINY, tasks=["words"]).values()))
+    cell = next(iter(cells.read_cells(TINY, ["table4"]).values()))
     assert cell.identity["schema"] == records.SCHEMA and cell.identity["scorers"]
     assert {"commit", "date", "packages", "cpu"} <= cell.provenance.keys()

@@ -8,20 +8,21 @@ import pytest
 
 from residualquant.evals.tasks import (
     EOS_ID,
-    LEVEL,
-    MAX_NEW_TOKENS,
-    MODEL_OF_TASK,
+    FROZEN,
+    MODELS,
     TASKS,
+    frozen,
     is_test_prompt,
     make_problem,
     problems,
 )
 from residualquant.models.loading import model_folder
+from residualquant.repro.paths import models_dir
 
 
 @pytest.mark.parametrize("task", TASKS)
 def test_problem_is_a_function_of_task_level_and_seed(task):
-    for level in (1, 4, LEVEL[task]):
+    for level in (1, *{frozen(task, family).level for family in FROZEN}):
         assert make_problem(task, level, 7) == make_problem(task, level, 7)
         assert make_problem(task, level, 7) != make_problem(task, level, 8)
 
@@ -36,7 +37,7 @@ def test_splits_share_no_prompt(task):
 @pytest.mark.parametrize("task", ["words", "algebra"])
 def test_every_step_of_a_worked_solution_is_true(task):
     for seed in range(50):
-        problem = make_problem(task, LEVEL[task], seed)
+        problem = make_problem(task, frozen(task, "ouro").level, seed)
         steps = re.findall(r"(-?\d+) ([-+*]) \(?(-?\d+)\)? = (-?\d+)", problem.solution)
         assert steps
         for a, op, b, result in steps:
@@ -46,7 +47,7 @@ def test_every_step_of_a_worked_solution_is_true(task):
 @pytest.mark.parametrize("task", ["stubs", "asserts"])
 def test_code_prompts_state_what_the_canonical_solution_returns(task):
     for seed in range(50):
-        problem = make_problem(task, LEVEL[task], seed)
+        problem = make_problem(task, frozen(task, "ouro").level, seed)
         scope: dict = {}
         exec((problem.prompt if task == "stubs" else "") + problem.answer, scope)
         call, _, wanted = re.search(r"(?:>>> |assert )(.*?\))(\n    | == )(.*)", problem.prompt).groups()
@@ -54,13 +55,16 @@ def test_code_prompts_state_what_the_canonical_solution_returns(task):
 
 
 @pytest.mark.parametrize("task", TASKS)
-def test_solutions_fit_the_token_limit(task):
+@pytest.mark.parametrize("family", FROZEN)
+def test_solutions_fit_the_token_limit(task, family):
     from tokenizers import Tokenizer
 
-    tokenizer = Tokenizer.from_file(str(model_folder(MODEL_OF_TASK[task]) / "tokenizer.json"))
-    for problem in problems(task, 100):
+    if not (models_dir() / MODELS[family][task]).is_dir():
+        pytest.skip(f"{MODELS[family][task]} is not shipped yet")
+    tokenizer = Tokenizer.from_file(str(model_folder(MODELS[family][task]) / "tokenizer.json"))
+    for problem in problems(task, 100, family=family):
         ids = tokenizer.encode(problem.solution).ids
-        assert len(ids) < MAX_NEW_TOKENS[task] and EOS_ID not in ids
+        assert len(ids) < frozen(task, family).max_new_tokens and EOS_ID not in ids
         assert (
             tokenizer.decode(tokenizer.encode(problem.prompt + problem.solution).ids)
             == problem.prompt + problem.solution
@@ -71,6 +75,15 @@ def test_solutions_fit_the_token_limit(task):
 def test_unknown_task_or_level_is_named(arguments):
     with pytest.raises(ValueError, match=f"unknown .*{arguments[0] if arguments[0] == 'sums' else arguments[1]}"):
         make_problem(*arguments)
+
+
+def test_a_level_belongs_to_a_task_and_a_family():
+    assert problems("words", 2, family="huginn")[0].level == FROZEN["huginn"]["words"].level
+    assert problems("words", 2) == problems("words", 2, family="ouro")
+    with pytest.raises(ValueError, match="family 'llama'; known: ouro, huginn"):
+        problems("words", 1, family="llama")
+    with pytest.raises(ValueError, match="unknown task 'sums'"):
+        frozen("sums", "ouro")
 
 
 def test_bad_split_and_counts_are_refused():

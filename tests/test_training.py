@@ -16,7 +16,19 @@ from residualquant.errors import ResidualQuantError
 from residualquant.evals.tasks import EOS_ID, PAD_ID, is_test_prompt
 from residualquant.models import load_model
 from residualquant.models.loading import model_folder
-from residualquant.training import ProblemStream, TrainConfig, build_tokenizer, looped_loss, train
+from residualquant.training import (
+    ProblemStream,
+    TrainConfig,
+    _start,
+    build_tokenizer,
+    draw_recurrences,
+    held_out,
+    looped_loss,
+    recurrent_loss,
+    solved_share,
+    train,
+    weighted_cross_entropy,
+)
 
 TINY = TrainConfig(
     model="tiny",
@@ -34,6 +46,8 @@ TINY = TrainConfig(
     compile=False,
 )
 
+TINY_HUGINN = dataclasses.replace(TINY, architecture="huginn", loops=4, recurrences=(2.0, 5.0), gradient_loops=2)
+
 
 def test_shipped_tokenizers_are_those_that_training_builds():
     for name in ("maths", "code"):
@@ -46,21 +60,20 @@ def test_shipped_tokenizers_are_those_that_training_builds():
 def test_make_train_runs_what_made_the_shipped_models():
     root = Path(__file__).resolve().parents[1]
     shown = subprocess.run(["make", "-n", "train"], cwd=root, capture_output=True, text=True, check=True).stdout
-    commands = [shlex.split(line.split(" train ", 1)[1]) for line in shown.splitlines() if ".cli train " in line]
-    assert len(commands) == 4
-    for number, command in enumerate(commands):
-        config = tyro.cli(TrainConfig, args=command, config=(tyro.conf.OmitArgPrefixes,))
-        folder = model_folder(config.model)
-        assert config.out.is_relative_to("data/runs/train")  # never over the shipped ones
-        settings = {"level_weights": list(TrainConfig.level_weights), "init": None}
-        file = "train_config.json" if number % 2 else "train_config_before.json"
-        settings |= json.loads((folder / file).read_text())
-        asked = json.loads(json.dumps(dataclasses.asdict(config), default=str))
-        if number % 2:
-            before = tyro.cli(TrainConfig, args=commands[number - 1], config=(tyro.conf.OmitArgPrefixes,))
-            assert config.init == before.out / before.model
-            asked["init"] = config.init.name
-        assert {k: v for k, v in asked.items() if k != "out"} == settings
+    lines = shown.replace("\\\n", " ").splitlines()
+    commands = [shlex.split(line.split(" train ", 1)[1]) for line in lines if ".cli train " in line]
+    runs = [tyro.cli(TrainConfig, args=command, config=(tyro.conf.OmitArgPrefixes,)) for command in commands]
+    assert [run.model for run in runs[1::2]] == ["mini-ouro-maths", "mini-ouro-code", "mini-huginn"]
+    for first, second in zip(runs[::2], runs[1::2], strict=True):
+        assert second.init == first.out / first.model
+        folder = model_folder(second.model)
+        for run, file in ((first, "train_config_before.json"), (second, "train_config.json")):
+            assert run.out.is_relative_to("data/runs/train")  # never over the shipped ones
+            asked = dataclasses.replace(run, init=run.init and run.init.name, out=TrainConfig.out)
+            settings = dataclasses.asdict(TrainConfig()) | json.loads((folder / file).read_text())
+            assert json.loads(json.dumps(dataclasses.asdict(asked), default=str)) == json.loads(
+                json.dumps(settings, default=str)
+            )
 
 
 def test_training_stream_is_deterministic_and_free_of_test_prompts():
@@ -79,8 +92,6 @@ def test_loss_supervises_every_loop():
     torch.manual_seed(0)
     tokenizer = build_tokenizer(TINY)
     ids, weights = next(iter(ProblemStream(TINY, tokenizer.to_str())))
-    from residualquant.training import _start
-
     model = _start(TINY)
     loss, last = looped_loss(model, ids, weights, TINY)
     assert loss.isfinite() and abs(last.item() - torch.log(torch.tensor(512.0)).item()) < 0.5
@@ -88,13 +99,67 @@ def test_loss_supervises_every_loop():
     assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
 
 
-def test_trained_model_is_saved_described_and_can_go_on(tmp_path):
-    folder = train(dataclasses.replace(TINY, out=tmp_path / "first"))
-    assert load_model(str(folder)).config.total_ut_steps == 2
-    again = train(dataclasses.replace(TINY, init=folder, out=tmp_path / "second", level_weights=(0, 1)))
+def test_training_a_huginn_lowers_its_loss_to_what_is_worth_learning():
+    """A batch learnt by heart: every solution comes out right, at more recurrences than were trained, too."""
+    torch.manual_seed(0)
+    config = dataclasses.replace(TINY_HUGINN, hidden_size=64, head_dim=32, level_weights=(1,), tokens=128, batch=2)
+    model = _start(config)
+    ids, weights = next(iter(ProblemStream(config, model.tokenizer.to_str())))
+    optimiser, losses = torch.optim.AdamW(model.parameters(), lr=1e-2), []
+    for step in range(60):
+        loss, _ = recurrent_loss(model, ids, weights, 2 + step % 4, config.gradient_loops, weighted_cross_entropy)
+        optimiser.zero_grad()
+        loss.backward()
+        optimiser.step()
+        losses.append(loss.item())
+    assert losses[0] > 5 and losses[-1] < 0.3
+    assert solved_share(model, ids, weights) == 1.0  # at 4 recurrences
+    model.config = dataclasses.replace(model.config, mean_recurrence=12)
+    assert solved_share(model, ids, weights) == 1.0
+
+
+def test_recurrences_are_drawn_around_their_mean():
+    generator = torch.Generator().manual_seed(0)
+    drawn = torch.tensor([draw_recurrences(12.0, generator) for _ in range(2000)], dtype=torch.float)
+    assert drawn.min() >= 1 and abs(drawn.mean() - 12) < 0.6 and 24 < drawn.max() < 80
+    assert {draw_recurrences(1.0, generator) for _ in range(20)} == {1}
+
+
+def test_checks_are_of_problems_that_are_neither_trained_on_nor_tested(monkeypatch):
+    monkeypatch.setattr("residualquant.training.CHECK_PROBLEMS", 3)
+    tokenizer = build_tokenizer(TINY)
+    batches = held_out(dataclasses.replace(TINY, level_weights=(0, 1, 1)), tokenizer)
+    assert list(batches) == ["words 2", "words 3", "algebra 2", "algebra 3"]
+    for ids, weights in batches.values():
+        prompts = [tokenizer.decode(row[(w > 0) & (w < 1)].tolist()) for row, w in zip(ids, weights)]
+        assert prompts and not any(map(is_test_prompt, prompts))
+
+
+@pytest.mark.parametrize(("config", "loops"), [(TINY, 2), (TINY_HUGINN, 4)])
+def test_trained_model_is_saved_described_and_can_go_on(tmp_path, config, loops):
+    folder = train(dataclasses.replace(config, out=tmp_path / "first"))
+    assert load_model(str(folder)).kv_shape.loops == loops
+    again = train(dataclasses.replace(config, init=folder, out=tmp_path / "second", level_weights=(0, 1)))
     assert (again / "train_log_before.jsonl").read_bytes() == (folder / "train_log.jsonl").read_bytes()
-    assert "first run" in (again / "README.md").read_text()
+    assert "went on from tiny" in (again / "README.md").read_text()
     assert str(tmp_path) not in (again / "train_config.json").read_text()
+
+
+def test_other_tasks_can_start_from_a_trained_model(tmp_path):
+    """With a tokenizer of their own; the text that both tokenizers know keeps its embeddings."""
+    folder = train(dataclasses.replace(TINY_HUGINN, out=tmp_path / "first"))
+    config = dataclasses.replace(TINY_HUGINN, init=folder, new_tokenizer=True, tasks=("stubs",))
+    first, model = load_model(str(folder), device="cpu"), _start(config)
+    assert model.tokenizer.to_str() == build_tokenizer(config).to_str() != first.tokenizer.to_str()
+    old, new = first.tokenizer.get_vocab(), model.tokenizer.get_vocab()
+    rows = [old.get(token) for token in sorted(new, key=new.get)]
+    assert 0 < rows.count(None) < 400
+    kept, before = model.lm_head.weight, first.lm_head.weight
+    assert all(torch.equal(kept[i], before[row]) for i, row in enumerate(rows) if row is not None)
+    assert torch.equal(kept.sort(0).values, before.sort(0).values)  # no row twice
+    assert torch.equal(model.transformer.adapter.weight, first.transformer.adapter.weight)
+    with pytest.raises(ValueError, match="must have 512 tokens"):
+        _start(dataclasses.replace(config, vocab_size=400))
 
 
 def test_training_without_the_gpu_it_asks_for_is_refused():
@@ -107,7 +172,9 @@ def test_training_without_the_gpu_it_asks_for_is_refused():
 @pytest.mark.parametrize(
     "setting",
     [{"steps": 0}, {"batch": 0}, {"heads": 0}, {"warmup": 0}, {"workers": -1}, {"device": "tpu"}, {"tasks": ("wrods",)},
-     {"tasks": ()}, {"level_weights": ()}, {"level_weights": (0, 0)}, {"level_weights": (1,) * 10}],
+     {"architecture": "raven"}, {"hidden_size": 48, "architecture": "huginn"}, {"recurrences": (0.0, 4.0)},
+     {"gradient_loops": 0}, {"tasks": ()}, {"level_weights": ()}, {"level_weights": (0, 0)},
+     {"level_weights": (1,) * 10}],
 )  # fmt: skip
 def test_a_setting_out_of_range_is_refused_before_anything_is_written(tmp_path, setting):
     with pytest.raises(ValueError, match=next(iter(setting))):

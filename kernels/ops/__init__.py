@@ -1,4 +1,4 @@
 """GPU kernels, imported as `residualquant.kernels`: one file per operation, reference beside kernel.
 
-Nothing here imports Triton or CUDA at import time.
+Nothing here imports Triton or CUDA; importing the module of an operation imports Triton.
 """

@@ -1,21 +1,26 @@
 """Time and memory to calibrate OptR-H for Ouro-1.4B, from one layer at its real shape and full number of texts::
 
-    python -m residualquant.bench.calibration
+    python -m residualquant.bench.calibration [data/h200/calibration.json]
 
-Layers are fitted one after the other and all alike, so the whole model's time is that of one layer times their number;
-the forward passes that collect the layers' states come on top, one per text and pass. Random states will do: nothing
-in the work depends on the values.
+A layer's work does not depend on the other layers, so the whole model takes at most that of one layer times their
+number; the forward passes that capture the layers' states come on top, one per text and pass. Random states will do:
+nothing in the work depends on the values.
 """
 
 from __future__ import annotations
 
+import json
+import sys
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from pathlib import Path
 
 import torch
 
 from residualquant.config import KVQuantConfig, preset
 from residualquant.models.ouro import OuroConfig
+from residualquant.repro.paths import write_atomic
+from residualquant.repro.provenance import provenance
 from residualquant.rotation.optr_h import PAPER_SETTINGS, OptRHSettings, fit_optr_h, gram_of
 from residualquant.rotation.states import States
 
@@ -60,13 +65,13 @@ def measure(
     generator = torch.Generator(device).manual_seed(0)
     heads, kv_heads, dim = model.num_attention_heads, model.num_key_value_heads, model.head_dim
 
-    def draw(count: int, length: int) -> torch.Tensor:
-        shape = (cfg.loops, count, length, dim)
+    def draw(*middle: int) -> torch.Tensor:
+        shape = (cfg.loops, kv_heads, 1, *middle, dim)
         return torch.randn(shape, generator=generator, device=device, dtype=torch.bfloat16)
 
+    queries = min(settings.queries, tokens)
     texts = [
-        States(draw(heads, min(settings.queries, tokens)), draw(kv_heads, tokens), draw(kv_heads, tokens))
-        for _ in range(2 * examples)
+        States(draw(heads // kv_heads, queries), draw(tokens), draw(tokens), (tokens,)) for _ in range(2 * examples)
     ]
     weight = torch.randn(model.hidden_size, heads * dim, generator=generator, device=device)
     gram = gram_of(weight, kv_heads, dim)
@@ -87,15 +92,36 @@ def measure(
     )
 
 
-def main() -> None:
+def record(path: str | Path, device: str = "cuda", examples: int = EXAMPLES) -> Cost:
+    """:func:`measure` one layer of Ouro-1.4B and keep the result as JSON, with machine, versions and protocol."""
+    cost = measure(device, examples=examples)
+    kept = {
+        "seconds_per_layer": round(cost.seconds, 2),
+        "estimated_seconds": round(cost.seconds * cost.layers, 1),
+        "state_gib": round(cost.state_bytes / 2**30, 2),
+        "peak_gib": cost.peak_bytes and round(cost.peak_bytes / 2**30, 2),
+        "layers": cost.layers,
+        "protocol": {
+            "what": "OptR-H, K and V of one layer of Ouro-1.4B's shape on random states, one run after a warm-up",
+            "config": preset("INT2/4 g=32", rotation="optr_h").to_dict(),
+            "settings": asdict(PAPER_SETTINGS),
+            "fit_texts": examples,
+            "held_out": examples,
+            "tokens": TOKENS,
+        },
+        "provenance": provenance(device),
+    }
+    write_atomic(Path(path), json.dumps(kept, indent=1) + "\n")
+    return cost
+
+
+def main(path: str | None = None) -> None:
     """Measure on the GPU where there is one; on a CPU with a sixteenth of the texts, which says so."""
-    if torch.cuda.is_available():
-        print(f"{torch.cuda.get_device_name()}, Ouro-1.4B, {EXAMPLES} + {EXAMPLES} texts of {TOKENS} tokens")
-        print(measure("cuda").describe())
-    else:
-        print(f"CPU, Ouro-1.4B, {EXAMPLES // 16} + {EXAMPLES // 16} texts of {TOKENS} tokens (a GPU gets {EXAMPLES})")
-        print(measure("cpu", examples=EXAMPLES // 16).describe())
+    device, examples = ("cuda", EXAMPLES) if torch.cuda.is_available() else ("cpu", EXAMPLES // 16)
+    print(f"{device}: Ouro-1.4B, {examples} + {examples} texts of {TOKENS} tokens (the paper has {EXAMPLES})")
+    cost = record(path, device, examples) if path else measure(device, examples=examples)
+    print(cost.describe())
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:2])

@@ -9,29 +9,38 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from residualquant.errors import ResidualQuantError
-from residualquant.evals.tasks import EOS_ID, MAX_NEW_TOKENS, TASKS_VERSION, Problem, problems
+from residualquant.evals.tasks import TASKS_VERSION, Problem, frozen, problem_of, problems
 from residualquant.repro.paths import show
 from residualquant.repro.provenance import method_hash, provenance
 from residualquant.repro.records import SCHEMA, Answer, Cell, Writer
 
 if TYPE_CHECKING:
+    from residualquant.cache import RotationMap
     from residualquant.config import KVQuantConfig
-    from residualquant.models import Ouro
+    from residualquant.models.base import LoopedModel
 
 SCORE_EVERY = 256
 
 
 def identity_of(
-    model: Ouro, task: str, chosen: Sequence[Problem], config: KVQuantConfig, *, max_new_tokens: int, seed: int
+    model: LoopedModel,
+    task: str,
+    chosen: Sequence[Problem],
+    config: KVQuantConfig,
+    rotations: RotationMap | None = None,
+    *,
+    max_new_tokens: int,
+    seed: int,
 ) -> dict:
     """Everything that decides the answers of one cell; its sha256 is the cell's key."""
     from residualquant.evals.scorers import scorer_versions
+    from residualquant.rotation.calibration import rotations_hash
 
     data = json.dumps([asdict(p) for p in chosen], sort_keys=True, default=str)
     return {
@@ -39,13 +48,16 @@ def identity_of(
         "model": model.name,
         "weights": model.weights_hash,
         "kv_shape": _plain(asdict(model.kv_shape)),
+        "edge_shape": None if model.edge_shape is None else _plain(asdict(model.edge_shape)),
         "task": task,
         "task_version": TASKS_VERSION,
         "data": hashlib.sha256(data.encode()).hexdigest(),
         "n": len(chosen),
         "kv": _plain(config.to_dict()),
-        "decoding": {"strategy": "greedy", "max_new_tokens": max_new_tokens, "eos": [EOS_ID]},
+        "rotations": None if rotations is None else rotations_hash(rotations),
+        "decoding": {"strategy": "greedy", "max_new_tokens": max_new_tokens, "eos": sorted(model.stop_ids)},
         "seed": seed,
+        "state_seed": getattr(model, "state_seed", None),
         "scorers": scorer_versions(task),
         "method": method_hash(),
         "device": model.device.type,
@@ -59,70 +71,121 @@ def _plain(value):
 
 
 def evaluate(
-    model: Ouro,
+    model: LoopedModel,
     task: str,
     configs: Sequence[KVQuantConfig],
     n: int,
     records: str | Path,
     *,
+    rotations: Mapping[int, RotationMap] | None = None,
     max_new_tokens: int | None = None,
     max_rows: int | None = None,
     seed: int = 0,
+    score: bool = True,
     progress: bool = True,
 ) -> list[Cell]:
-    """The cells of ``configs`` on the first ``n`` test problems of ``task``, complete and scored.
+    """The cells of ``configs`` on the first ``n`` test problems of ``task``, complete and (with ``score``) scored.
 
     Answers that ``records`` (a JSONL file) holds already are kept; only missing (configuration, problem) pairs are
-    decoded. When all are there the file is sorted and compressed (``.gz`` is added to its name).
+    decoded. When all are there the file is sorted and compressed (``.xz`` is added to its name).
 
     Args:
+        model: a looped model with a tokenizer; its ``weights_hash`` tells its answers from another's.
+        rotations: for each configuration (by index) whose rotation is calibrated:
+            ``{(group, layer, "k" or "v"): Rotation}``.
         max_new_tokens: the task's own limit when None.
         max_rows: most sequences decoded at once; the engine's own default when None.
+        score: False leaves new answers unscored, for a machine without scorers; see :func:`score_records`.
 
     Raises:
-        ValueError: an unknown task, n or max_new_tokens below 1, no configuration, one given twice, or one that the
-            model cannot have. Nothing is written then.
-        ResidualQuantError: the model has no tokenizer, another process writes the same file, or the disk is full.
+        ValueError: an unknown task, n or max_new_tokens below 1, no configuration, two with the same codec, one that
+            the model cannot have, or calibrated rotations that are missing or not wanted. Nothing is written then.
+        ResidualQuantError: the model has no tokenizer or stop token, another process writes the same file, or the disk
+            is full.
     """
-    from residualquant.cache import loop_groups
+    from residualquant.engine import check_request
 
-    if n < 1 or not configs or len(set(configs)) < len(configs):
-        raise ValueError(f"need n >= 1 and distinct configurations, got n={n} and {[c.label for c in configs]}")
-    if model.tokenizer is None:
-        raise ResidualQuantError(f"the model {model.name} has no tokenizer.json beside its weights")
-    if max_new_tokens is not None and max_new_tokens < 1:
-        raise ValueError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
-    if calibrated := [c.rotation for c in configs if c.rotation in ("oscar", "optr_h") and not c.is_off]:
-        raise ValueError(f"rotation {calibrated[0]!r} needs calibration, which an evaluation does not do")
-    for config in configs:
-        loop_groups(model.kv_shape, config)
-    chosen = problems(task, n)
-    limit = MAX_NEW_TOKENS[task] if max_new_tokens is None else max_new_tokens
+    rotations = dict(rotations or {})
+    _check(model, configs, rotations, n)
+    chosen = problems(task, n, family=model.family)
+    limit = frozen(task, model.family).max_new_tokens if max_new_tokens is None else max_new_tokens
+    prompts = {p.problem_id: model.tokenizer.encode(p.prompt).ids for p in chosen}
+    check_request(model, list(prompts.values()), configs, limit, max_rows)
     made = provenance(model.device.type)
     with Writer(Path(records)) as writer:
-        for sentence in writer.records.damage:
-            print(f"warning: {sentence}; it is computed again", file=sys.stderr)
-        identities = [identity_of(model, task, chosen, c, max_new_tokens=limit, seed=seed) for c in configs]
+        identities = [
+            identity_of(model, task, chosen, c, rotations.get(i), max_new_tokens=limit, seed=seed)
+            for i, c in enumerate(configs)
+        ]
         cells = [writer.start(identity, made) for identity in identities]
-        done, total = sum(len(cell.answers) for cell in cells), n * len(configs)
-        if progress and done < total:
-            print(f"{task}: {done} of {total} answers are in {show(writer.path)}", file=sys.stderr)
-        options = {"max_new_tokens": limit, "eos_ids": {EOS_ID}, "max_rows": max_rows, "progress": progress}
-        _decode_missing(model, chosen, configs, cells, writer, options)
-        _score(task, chosen, cells, writer)
+        _report(writer, cells, n * len(configs) if progress else 0)
+        options = {"max_new_tokens": limit, "eos_ids": model.stop_ids, "max_rows": max_rows, "progress": progress}
+        by_id = {p.problem_id: p for p in chosen}
+        decoded = _decode_missing(model, chosen, prompts, configs, rotations, cells, writer, options)
+        for count, _ in enumerate(decoded, 1):
+            if score and count % SCORE_EVERY == 0:
+                _score(task, by_id, cells, writer)
+        if score:
+            _score(task, by_id, cells, writer)
         writer.finish(_superseded(writer, cells))
     return cells
 
 
+def _report(writer: Writer, cells: Sequence[Cell], total: int) -> None:
+    """Say what was damaged, and how many of ``total`` answers are there already."""
+    for sentence in writer.records.damage:
+        print(f"warning: {sentence}; it is computed again", file=sys.stderr)
+    if (done := sum(len(cell.answers) for cell in cells)) < total:
+        print(f"{done} of {total} answers are in {show(writer.path)}", file=sys.stderr)
+
+
+def _check(model: LoopedModel, configs: Sequence[KVQuantConfig], rotations: Mapping[int, RotationMap], n: int) -> None:
+    if n < 1:
+        raise ValueError(f"n must be at least 1, got {n}")
+    if model.tokenizer is None:
+        raise ResidualQuantError(f"the model {model.name} has no tokenizer.json beside its weights")
+    if not model.stop_ids:
+        raise ResidualQuantError(f"the tokenizer of {model.name} has no stop token, so no answer would end")
+    _check_configs(model, configs, rotations)
+
+
+def _check_configs(model: LoopedModel, configs: Sequence[KVQuantConfig], rotations: Mapping[int, RotationMap]) -> None:
+    """Calibrated configurations, and they alone, have rotations that fit the model; no two have the same codec."""
+    from residualquant.cache import LayerRotations, loop_groups
+    from residualquant.layout import check_head_dim
+    from residualquant.rotation.calibration import CALIBRATED, rotations_hash
+
+    codecs = set()
+    for index, config in enumerate(configs):
+        loop_groups(model.kv_shape, config)
+        wanted = config.rotation in CALIBRATED and not config.is_off
+        if wanted and index not in rotations:
+            raise ValueError(
+                f"{config.label} with rotation={config.rotation!r} needs calibrated rotations: "
+                "make them with `residualquant calibrate` and give them"
+            )
+        if index in rotations and not wanted:
+            raise ValueError(f"rotations were given for {config.label}, whose rotation={config.rotation!r} has none")
+        LayerRotations(config, model.kv_shape, model.device, rotations.get(index))
+        check_head_dim(config, model.kv_shape.head_dim)
+        codecs.add(None if config.is_off else (config, rotations_hash(rotations[index]) if wanted else None))
+    if not configs or len(codecs) < len(configs):
+        raise ValueError(f"need one or more configurations of distinct codecs, got {[c.label for c in configs]}")
+    if stray := sorted(set(rotations) - set(range(len(configs)))):
+        raise ValueError(f"rotations were given for configuration {stray[0]}, but there are {len(configs)}")
+
+
 def _decode_missing(
-    model: Ouro,
+    model: LoopedModel,
     chosen: Sequence[Problem],
+    prompts: Mapping[str, list[int]],
     configs: Sequence[KVQuantConfig],
+    rotations: Mapping[int, RotationMap],
     cells: Sequence[Cell],
     writer: Writer,
     options: dict,
-) -> None:
-    """Decode the (configuration, problem) pairs that have no answer; append each answer as it ends."""
+) -> Iterator[Answer]:
+    """Decode the (configuration, problem) pairs that have no answer; append each answer as it ends and yield it."""
     from residualquant.engine import iter_decode
 
     open_cells = [i for i, cell in enumerate(cells) if len(cell.answers) < len(chosen)]
@@ -135,24 +198,48 @@ def _decode_missing(
         for row, (_, problem) in enumerate(group)
         if problem.problem_id in cells[c].answers
     }
-    prompts = [model.tokenizer.encode(p.prompt).ids for _, p in group]
-    decoded = iter_decode(model, prompts, [configs[c] for c in open_cells], skip=skip, **options)
-    for count, done in enumerate(decoded, 1):
+    decoded = iter_decode(
+        model,
+        [prompts[p.problem_id] for _, p in group],
+        [configs[c] for c in open_cells],
+        rotations={column: rotations[c] for column, c in enumerate(open_cells) if c in rotations},
+        skip=skip,
+        **options,
+    )
+    for done in decoded:
         (index, problem), cell = group[done.prompt_index], cells[open_cells[done.config_index]]
         text = model.tokenizer.decode(done.tokens)
-        writer.add(cell, Answer(problem.problem_id, index, text, len(done.tokens), done.finished))
-        if count % SCORE_EVERY == 0:
-            _score(problem.task, chosen, cells, writer)
+        answer = Answer(problem.problem_id, index, text, len(done.tokens), done.finished)
+        writer.add(cell, answer)
+        yield answer
 
 
-def _score(task: str, chosen: Sequence[Problem], cells: Sequence[Cell], writer: Writer) -> None:
-    """Score every answer of ``cells`` that has no score yet, in one batch for the scorer."""
+def score_records(records: str | Path) -> int:
+    """Score every answer that ``records`` holds without a score; returns how many. No model runs.
+
+    Raises:
+        ValueError: an answer to a problem that is not one of the procedural tasks'.
+        ResidualQuantError: the scorers are not those that the records name, or another process writes the file.
+    """
+    count = 0
+    with Writer(Path(records)) as writer:
+        by_task: dict[str, list[Cell]] = {}
+        for cell in writer.records.cells.values():
+            by_task.setdefault(cell.identity["task"], []).append(cell)
+        for task, cells in by_task.items():
+            ids = {a.problem for cell in cells for a in cell.answers.values() if a.correct is None}
+            count += _score(task, {name: problem_of(name) for name in ids}, cells, writer)
+        writer.finish()
+    return count
+
+
+def _score(task: str, by_id: Mapping[str, Problem], cells: Sequence[Cell], writer: Writer) -> int:
+    """Score every answer of ``cells`` that has no score yet, in one batch for the scorer; returns how many."""
     from residualquant.evals.scorers import score
 
-    by_id = {p.problem_id: p for p in chosen}
     open_answers = [(cell, a) for cell in cells for a in cell.answers.values() if a.correct is None]
     if not open_answers:
-        return
+        return 0
     verdicts = score(task, [by_id[a.problem] for _, a in open_answers], [a.response for _, a in open_answers])
     per_cell: dict[str, dict[str, bool]] = {}
     for (cell, answer), verdict in zip(open_answers, verdicts):
@@ -160,15 +247,23 @@ def _score(task: str, chosen: Sequence[Problem], cells: Sequence[Cell], writer: 
     for cell in cells:
         if cell.key in per_cell:
             writer.score(cell, per_cell[cell.key])
+    return len(open_answers)
 
 
 def _superseded(writer: Writer, cells: Sequence[Cell]) -> list[str]:
-    """Keys of older cells that differ in code, weights or scorers only, not in what was asked for."""
-    same = ("model", "task", "n", "kv", "decoding", "seed", "device")
+    """Keys of older cells that differ in code, weights or scorers only, not in what was asked for.
+
+    Rotations calibrated for other weights count as such a difference.
+    """
+    asked = ("model", "task", "n", "kv", "decoding", "seed", "device")
     current = {cell.key[:16] for cell in cells}
-    finished = [{k: cell.identity[k] for k in same} for cell in cells]
+
+    def replaces(new: dict, old: dict) -> bool:
+        same = all(new[k] == old.get(k) for k in asked)
+        return same and (new["rotations"] == old.get("rotations") or new["weights"] != old.get("weights"))
+
     return [
         short
-        for short, cell in writer.records.cells.items()
-        if short not in current and {k: cell.identity.get(k) for k in same} in finished
+        for short, old in writer.records.cells.items()
+        if short not in current and any(replaces(cell.identity, old.identity) for cell in cells)
     ]

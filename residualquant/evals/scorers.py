@@ -17,7 +17,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Sequence
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from residualquant.errors import ResidualQuantError
@@ -25,7 +25,6 @@ from residualquant.evals._scoring_worker import MAX_LINES
 from residualquant.evals.tasks.problem import Problem
 
 FLEXIBLE_EXTRACT = re.compile(r"(-?[$0-9.,]{2,})|(-?[0-9]+)")
-FLEXIBLE_EXTRACT_VERSION = "1"
 INVALID = "[invalid]"
 
 _SCORER_OF = {
@@ -38,6 +37,14 @@ _SCORER_OF = {
     "humaneval": "evalplus",
     "mbpp": "evalplus",
 }
+# What decides a verdict, by scorer: part of a record's key, so written here and not looked up. A machine can then
+# decode without the scorers; ``score`` refuses other versions of the packages among them.
+VERSIONS = {
+    "flexible-extract": {"flexible-extract": "1"},
+    "math-verify": {"math-verify": "0.9.0", "latex2sympy2_extended": "1.11.0"},
+    "evalplus": {"evalplus": "0.3.1", "sanitize-max-lines": str(MAX_LINES)},
+}
+PACKAGES = ("math-verify", "latex2sympy2_extended", "evalplus")
 # EvalPlus' stop strings for a completion that directly continues the prompt; a fenced answer ends with its fence.
 _STOPS = {
     "stubs": ("\ndef ", "\nclass ", "\nimport ", "\nfrom ", "\nassert ", "\nif __name__", "\nprint("),
@@ -177,10 +184,11 @@ def score(
 
     Raises:
         ValueError: an unknown task, or as many responses as problems are not given.
-        ResidualQuantError: the scoring process died.
+        ResidualQuantError: the scoring process died, or the scorer is not installed in the version of ``VERSIONS``.
     """
-    if task not in _SCORER_OF:
-        raise ValueError(f"unknown task {task!r}; known: {', '.join(_SCORER_OF)}")
+    for name, wanted in scorer_versions(task).items():
+        if name in PACKAGES and (found := _installed(name)) != wanted:
+            raise ResidualQuantError(f"{task} is scored with {name} {wanted}, {found} is installed")
     if len(problems) != len(responses):
         raise ValueError(f"{len(problems)} problems but {len(responses)} responses")
     scorer = _SCORER_OF[task]
@@ -204,11 +212,11 @@ def scorer_versions(task: str) -> dict[str, str]:
     """
     if task not in _SCORER_OF:
         raise ValueError(f"unknown task {task!r}; known: {', '.join(_SCORER_OF)}")
-    return {
-        "flexible-extract": {"flexible-extract": FLEXIBLE_EXTRACT_VERSION},
-        "math-verify": {
-            "math-verify": version("math-verify"),
-            "latex2sympy2_extended": version("latex2sympy2_extended"),
-        },
-        "evalplus": {"evalplus": version("evalplus"), "sanitize-max-lines": str(MAX_LINES)},
-    }[_SCORER_OF[task]]
+    return dict(VERSIONS[_SCORER_OF[task]])
+
+
+def _installed(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return "none"

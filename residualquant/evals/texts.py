@@ -1,4 +1,4 @@
-"""Training texts of the tasks as token ids: what rotations are calibrated on."""
+"""Training problems as token ids: what models are trained on, rotations are calibrated on, and keys are drawn from."""
 
 from __future__ import annotations
 
@@ -6,35 +6,87 @@ import random
 from typing import TYPE_CHECKING
 
 from residualquant.errors import ResidualQuantError
-from residualquant.evals.tasks import problems
+from residualquant.evals.tasks import TASKS, Problem, problems
 
 if TYPE_CHECKING:
-    from residualquant.models import Ouro
+    from residualquant.models.base import LoopedModel
+
+FAMILIES = (("words", "algebra"), ("stubs", "asserts"))  # maths, code: one calibration for all tasks of a family
 
 
-def training_texts(model: Ouro, task: str, n: int, start: int = 0) -> list[list[int]]:
-    """Prompt and solution of training problems ``start`` … ``start + n - 1``, each as token ids.
+def family_of(task: str) -> tuple[str, ...]:
+    """The tasks that share a calibration with ``task`` (App. G): one set of rotations for maths, one for code.
+
+    Raises:
+        ValueError: an unknown task.
+    """
+    for family in FAMILIES:
+        if task in family:
+            return family
+    raise ValueError(f"unknown task {task!r}; known: {', '.join(TASKS)}")
+
+
+def problem_ids(tokenizer, problem: Problem) -> tuple[list[int], list[int]]:
+    """Token ids of a problem's prompt and of its solution, each tokenised on its own, as decoding has them.
+
+    (Tokenised as one text, the last characters of a prompt can join the first ones of the solution in a token.)
+    """
+    return tokenizer.encode(problem.prompt).ids, tokenizer.encode(problem.solution).ids
+
+
+def tokenizer_of(model: LoopedModel):
+    """The model's tokenizer.
+
+    Raises:
+        ResidualQuantError: it has none.
+    """
+    if model.tokenizer is None:
+        raise ResidualQuantError(f"the model {model.name} has no tokenizer.json beside its weights")
+    return model.tokenizer
+
+
+def training_texts(model: LoopedModel, task: str, n: int, start: int = 0, split: str = "train") -> list[list[int]]:
+    """Prompt and solution of problems ``start`` … ``start + n - 1`` of a split, each as token ids.
+
+    Raises:
+        ValueError: an unknown task or split, or a negative number.
+        ResidualQuantError: the model has no tokenizer.
+    """
+    tokenizer, chosen = tokenizer_of(model), problems(task, n, split, start, family=model.family)
+    return [prompt + solution for prompt, solution in (problem_ids(tokenizer, problem) for problem in chosen)]
+
+
+def family_texts(model: LoopedModel, task: str, n: int, start: int = 0) -> list[list[int]]:
+    """Training texts ``start`` … ``start + n - 1`` of the family of ``task``, whose tasks take turns.
 
     Raises:
         ValueError: an unknown task, or a negative number.
         ResidualQuantError: the model has no tokenizer.
     """
-    if model.tokenizer is None:
-        raise ResidualQuantError(f"the model {model.name} has no tokenizer.json beside its weights")
-    return [model.tokenizer.encode(p.prompt + p.solution).ids for p in problems(task, n, "train", start)]
+    family = family_of(task)
+    first, last = start // len(family), -(-(start + n) // len(family))
+    parts = [training_texts(model, name, last - first, first) for name in family]
+    texts = [text for turn in zip(*parts) for text in turn]
+    return texts[start - first * len(family) :][:n]
 
 
-def calibration_texts(model: Ouro, task: str, n: int, seed: int = 0) -> tuple[list[list[int]], list[list[int]]]:
-    """``n`` texts to fit with and ``n`` others to choose with (App. G): the first 2n training problems, shuffled.
-
-    Training problems from 2n on are seen by neither.
+def calibration_texts(
+    model: LoopedModel, task: str, fit: int, holdout: int, seed: int = 0
+) -> tuple[list[list[int]], list[list[int]]]:
+    """``fit`` texts to fit with and ``holdout`` others to choose with (App. G): the family's first training texts,
+    shuffled. Those from ``fit + holdout`` on (:func:`unseen_texts`) are seen by neither, test problems by nobody.
 
     Raises:
-        ValueError: n below 1, or an unknown task.
+        ValueError: a number below 1, or an unknown task.
         ResidualQuantError: the model has no tokenizer.
     """
-    if n < 1:
-        raise ValueError(f"examples must be at least 1, got {n}")
-    texts = training_texts(model, task, 2 * n)
+    if fit < 1 or holdout < 1:
+        raise ValueError(f"at least 1 text to fit and 1 to choose with are needed, got {fit} and {holdout}")
+    texts = family_texts(model, task, fit + holdout)
     random.Random(seed).shuffle(texts)
-    return texts[:n], texts[n:]
+    return texts[:fit], texts[fit:]
+
+
+def unseen_texts(model: LoopedModel, task: str, fit: int, holdout: int, n: int) -> list[list[int]]:
+    """The ``n`` training texts after those of :func:`calibration_texts`: a third split, to measure on."""
+    return family_texts(model, task, n, start=fit + holdout)

@@ -18,7 +18,7 @@ EDGE = -1  # the ``loop`` with which ``attend`` is called for a layer that is no
 
 Attend = Callable[[int, int, Tensor, Tensor, Tensor], Tensor]
 
-STOP_TOKENS = ("<eos>", "<|endoftext|>", "<|im_end|>", "</s>")
+STOP_TOKENS = ("<eos>", "<|endoftext|>", "<|im_end|>", "<|end_text|>", "<|end_turn|>", "</s>")
 
 
 @dataclass(frozen=True)
@@ -42,16 +42,24 @@ class LoopedOutput:
 class LoopedModel(nn.Module):
     """Base of the looped models; :func:`residualquant.load_model` builds one.
 
-    A subclass gives ``config`` (with ``vocab_size`` and ``max_position_embeddings``), ``kv_shape``, ``lm_head`` and
-    ``forward``. It calls ``attend(loop, layer, q, k, v)`` once for every layer of every loop, in order, with
-    q [B, T, Hq, D] and k, v [B, T, H, D], post-RoPE, and gets [B, T, Hq, D] back; for the ``edge_layers`` layers that
-    are not looped it calls ``attend(EDGE, layer, q, k, v)``, ``layer`` counted from 0 over prelude and coda.
+    A subclass gives ``config`` (with ``vocab_size``, ``num_attention_heads`` and ``max_position_embeddings``),
+    ``kv_shape``, ``output_weight``, ``lm_head`` and ``forward``. It calls ``attend(loop, layer, q, k, v)`` once for
+    every layer of every loop, in order, with q [B, T, Hq, D] and k, v [B, T, H, D], post-RoPE, and gets
+    [B, T, Hq, D] back; for the ``edge_layers`` layers that are not looped it calls ``attend(EDGE, layer, q, k, v)``,
+    ``layer`` counted from 0 over prelude and coda.
+    ``family`` ("ouro" or "huginn") says which family's task levels are put to the model.
     """
 
+    family = "ouro"
     tokenizer = None
     name = "looped"
     weights_hash = "random"
     edge_layers = 0
+
+    @property
+    def derived_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of the tensors that a published checkpoint stores although the model computes or shares them."""
+        return {}
 
     @property
     def kv_shape(self) -> KVShape:
@@ -78,6 +86,10 @@ class LoopedModel(nn.Module):
         if self.tokenizer is None:
             return set()
         return {i for i in map(self.tokenizer.token_to_id, STOP_TOKENS) if i is not None}
+
+    def output_weight(self, layer: int) -> Tensor:
+        """Output projection of a looped layer's attention, [d_model, Hq D]."""
+        raise NotImplementedError
 
     def kv_bytes_per_token(self, bits_per_element: float = 16.0) -> float:
         """Bytes of K and V of one token over all loops and looped layers at ``bits_per_element`` (16 = BF16)."""

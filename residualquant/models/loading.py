@@ -14,9 +14,20 @@ from pathlib import Path
 import torch
 
 from residualquant.errors import ResidualQuantError
+from residualquant.models.base import LoopedModel
+from residualquant.models.huginn import Huginn, HuginnConfig
 from residualquant.models.ouro import Ouro, OuroConfig
 
-HUB_REVISIONS = {"ByteDance/Ouro-1.4B": "e3b1e0993b1231a51d6069a870476dda4162c00a"}
+# model_type of config.json: configuration, model, and the published class's name
+ARCHITECTURES = {
+    "ouro": (OuroConfig, Ouro, "OuroForCausalLM"),
+    "huginn_raven": (HuginnConfig, Huginn, "RavenForCausalLM"),
+}
+
+HUB_REVISIONS = {
+    "ByteDance/Ouro-1.4B": "e3b1e0993b1231a51d6069a870476dda4162c00a",
+    "tomg-group-umd/huginn-0125": "bb6621b65e90b6a4b9b29ef88dc83866d450470c",
+}
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -77,29 +88,43 @@ def weights_hash(folder: Path) -> str:
     return digest.hexdigest()
 
 
-def _check_numbers(config: OuroConfig) -> None:
+def _read_config(folder: Path) -> OuroConfig | HuginnConfig:
+    try:
+        values = json.loads((folder / "config.json").read_text())
+        if values.get("model_type") not in ARCHITECTURES:
+            raise ValueError(f"model_type is {values.get('model_type')!r}, expected one of {sorted(ARCHITECTURES)}")
+        config = ARCHITECTURES[values["model_type"]][0].from_dict(values)
+        _check_numbers(config)
+    except (ValueError, TypeError, AttributeError, ZeroDivisionError) as error:
+        raise ResidualQuantError(f"config.json of {folder.name} cannot be used: {error}") from error
+    return config
+
+
+def _check_numbers(config: OuroConfig | HuginnConfig) -> None:
     """Raises ValueError where a number of config.json is no number that a model can have."""
-    for name, value in config.to_dict().items():
-        kind = type(getattr(OuroConfig(), name, None))
+    for name, value in vars(config).items():
+        kind = type(getattr(type(config)(), name))
         if kind is int and (type(value) is not int or value < 1):
             raise ValueError(f"{name} must be a positive integer, got {value!r}")
         if kind is float and (type(value) not in (int, float) or not 0 < value < math.inf):
             raise ValueError(f"{name} must be a positive number, got {value!r}")
 
 
-def _empty_model(config: OuroConfig, weights: dict[str, torch.Tensor], name: str) -> Ouro:
+def _empty_model(config: OuroConfig | HuginnConfig, weights: dict[str, torch.Tensor], name: str) -> LoopedModel:
     """The model without values. Layers are counted first: building a wrong config.json's million takes hours."""
     if config.num_hidden_layers > len(weights):
         raise ResidualQuantError(f"{name}: config.json implies {config.num_hidden_layers} layers, more than it has")
     try:
         with torch.device("meta"):
-            return Ouro(config)
+            return ARCHITECTURES[config.model_type][1](config)
     except (RuntimeError, TypeError) as error:  # sizes that torch refuses
         raise ResidualQuantError(f"config.json of {name} cannot be used: {error}") from error
 
 
-def _check_names(model: Ouro, weights: dict[str, torch.Tensor], name: str) -> None:
-    wanted = {k: tuple(v.shape) for k, v in model.state_dict().items()}
+def _checked(model: LoopedModel, weights: dict[str, torch.Tensor], name: str) -> dict[str, torch.Tensor]:
+    """``weights`` less those that ``model`` derives itself, when all names, shapes, dtypes and values are right."""
+    own = {k: tuple(v.shape) for k, v in model.state_dict().items()}
+    wanted = own | {k: shape for k, shape in model.derived_shapes.items() if k in weights}
     missing, foreign = sorted(wanted.keys() - weights.keys()), sorted(weights.keys() - wanted.keys())
     if missing or foreign:
         what = f"lacks {missing[0]!r}" if missing else f"has an unknown tensor {foreign[0]!r}"
@@ -115,6 +140,7 @@ def _check_names(model: Ouro, weights: dict[str, torch.Tensor], name: str) -> No
             raise ResidualQuantError(f"{name}: {key} is stored as {weights[key].dtype}, which is not supported")
         if not torch.isfinite(weights[key]).all():
             raise ResidualQuantError(f"{name}: {key} holds values that are not finite")
+    return {k: weights[k] for k in own}
 
 
 def _device(name: str | torch.device) -> torch.device:
@@ -140,7 +166,7 @@ def load_model(
     name_or_path: str = "mini-ouro-maths",
     device: str | torch.device | None = None,
     dtype: torch.dtype | None = None,
-) -> Ouro:
+) -> LoopedModel:
     """A looped model in eval mode, with ``tokenizer``, ``name`` and ``weights_hash`` set.
 
     Args:
@@ -157,17 +183,10 @@ def load_model(
         raise ResidualQuantError("device 'cuda' was asked for, but no CUDA GPU is visible here")
     dtype = dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)
     folder = model_folder(str(name_or_path))
-    try:
-        values = json.loads((folder / "config.json").read_text())
-        if values.get("model_type") != "ouro":
-            raise ValueError(f"model_type is {values.get('model_type')!r}, expected 'ouro'")
-        config = OuroConfig.from_dict(values)
-        _check_numbers(config)
-    except (ValueError, TypeError, AttributeError, ZeroDivisionError) as error:
-        raise ResidualQuantError(f"config.json of {folder.name} cannot be used: {error}") from error
+    config = _read_config(folder)
     weights, weights_hash = _read_weights(folder)
     model = _empty_model(config, weights, folder.name)
-    _check_names(model, weights, folder.name)
+    weights = _checked(model, weights, folder.name)
     model.load_state_dict({k: v.to(device, dtype) for k, v in weights.items()}, assign=True)
     model.eval().requires_grad_(False)
     model.name, model.weights_hash = folder.name, weights_hash
@@ -176,7 +195,7 @@ def load_model(
     return model
 
 
-def save_model(model: Ouro, folder: str | Path, tokenizer=None) -> Path:
+def save_model(model: LoopedModel, folder: str | Path, tokenizer=None) -> Path:
     """Write ``config.json``, ``model.safetensors`` (BF16) and, when given, ``tokenizer.json`` to ``folder``.
 
     Raises:
@@ -189,7 +208,8 @@ def save_model(model: Ouro, folder: str | Path, tokenizer=None) -> Path:
     folder = Path(folder)
     weights = {k: v.detach().to("cpu", torch.bfloat16).contiguous() for k, v in model.state_dict().items()}
     write_atomic(folder / "model.safetensors", save(weights, metadata={"format": "pt"}))
-    config = {"architectures": ["OuroForCausalLM"], **model.config.to_dict(), "torch_dtype": "bfloat16"}
+    published_name = ARCHITECTURES[model.config.model_type][2]
+    config = {"architectures": [published_name], **model.config.to_dict(), "torch_dtype": "bfloat16"}
     write_atomic(folder / "config.json", json.dumps(config, indent=2) + "\n")
     if tokenizer is not None:
         write_atomic(folder / "tokenizer.json", tokenizer.to_str(pretty=True))

@@ -132,7 +132,7 @@ class OuroTrunk(nn.Module):
 class Ouro(LoopedModel):
     """A looped language model. See the module's docstring; build one with :func:`residualquant.load_model`."""
 
-    name = "ouro"
+    name = family = "ouro"
 
     def __init__(self, config: OuroConfig):
         super().__init__()
@@ -142,6 +142,9 @@ class Ouro(LoopedModel):
         for p in self.parameters():
             if p.dim() > 1:
                 nn.init.normal_(p, std=0.02)
+
+    def output_weight(self, layer: int) -> Tensor:
+        return self.model.layers[layer].self_attn.o_proj.weight
 
     @property
     def kv_shape(self) -> KVShape:

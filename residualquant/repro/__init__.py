@@ -1,8 +1,7 @@
 """Tables and figures of the paper, computed or read back. What the notebooks call:
 
-    table2(profile, compute=False)        figure1_left(profile, compute=False)
-    table2_mean(profile, compute=False)   claims(profile, compute=False)
-    compare(table)   summary(profile)   markdown(table)   provenance_table(profile)
+    table(label, profile, compute=False)    figure(label, profile)
+    summary(label, table)   compare(table)   markdown(table)   provenance_table(profile)
 
 ``profile`` is "smoke", "mini", "full" or "paper". With ``compute=False`` the committed records are read and no model
 runs; with ``compute=True`` whatever answers are missing are computed first. Each table is returned as a DataFrame and
@@ -15,13 +14,11 @@ import importlib
 from typing import Any
 
 _HOME = {
-    "table2": "tables",
-    "table2_mean": "tables",
-    "figure1_left": "tables",
-    "compare": "tables",
-    "summary": "tables",
-    "markdown": "tables",
-    "claims": "verdicts",
+    "table": "tables",
+    "figure": "figures",
+    "summary": "layouts",
+    "compare": "layouts",
+    "markdown": "layouts",
     "profile_of": "profiles",
     "PROFILES": "profiles",
     "read_paper": "paper",

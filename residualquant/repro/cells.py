@@ -1,83 +1,196 @@
-"""The measured cells of a profile: read from its records, or computed where they are missing."""
+"""The measured cells of a profile: read from its records, or computed where they are missing.
+
+Computing can be split between processes or machines: part i of k takes every k-th configuration of each model (so no
+rotation is calibrated twice) and keeps records of its own, which ``collect_cells`` brings together. Scoring can be left
+to another machine: answers without a score stay open until ``collect_cells`` scores them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
 
+from residualquant.config import KVQuantConfig
 from residualquant.errors import ResidualQuantError
 from residualquant.repro import paths
-from residualquant.repro.profiles import Method, Profile, profile_of
-from residualquant.repro.records import Cell, Records, read_records
+from residualquant.repro.labels import LABELS, name_of
+from residualquant.repro.profiles import Place, Plan, Profile, profile_of
+from residualquant.repro.records import Cell, Records, Writer, list_records, read_records
 
-Cells = dict[tuple[str, Method], Cell]
-
-
-def records_name(profile: Profile, task: str) -> str:
-    """Plain name of the records of one task: ``<model>.<task>.jsonl``."""
-    return f"{profile.models[task].split('/')[-1]}.{task}.jsonl"
+Cells = dict[tuple[str, str, KVQuantConfig], Cell]
 
 
-def read_cells(
-    profile: str | Profile, methods: Iterable[Method] | None = None, tasks: Sequence[str] | None = None
-) -> Cells:
-    """{(task, method): cell} from the records, running no model.
+def records_name(profile: Profile, place: Place) -> str:
+    """Plain name of the records of (family, task): ``<model>.<task>.jsonl``."""
+    return f"{profile.model_name(place)}.{place[1]}.jsonl"
 
-    Args:
-        methods: all of the profile's for the task when None.
-        tasks: all of the profile's when None.
+
+def read_cells(profile: str | Profile, labels: Iterable[str] = LABELS) -> Cells:
+    """{(family, task, configuration): cell} of all that ``labels`` show, from the records, running no model.
 
     Raises:
         ResidualQuantError: answers are missing, or a record line is damaged.
     """
     profile = profile_of(profile)
     found: Cells = {}
-    for task in profile.tasks if tasks is None else tasks:
-        records = read_records(paths.shipped_records_dir(profile.name) / records_name(profile, task))
-        for method in profile.methods_of(task) if methods is None else methods:
-            found[task, method] = _complete(records, profile, task, method)
+    for place, wanted in profile.cells_of(labels).items():
+        records = read_records(paths.shipped_records_dir(profile.name) / records_name(profile, place))
+        for config, n in wanted.items():
+            found[*place, config] = _complete(records, profile, place, config, n)
     return found
 
 
-def _complete(records: Records, profile: Profile, task: str, method: Method) -> Cell:
-    n = profile.problems[task]
-    cell = records.find(task=task, kv=method.config.to_dict(), n=n, seed=profile.seed)
+def _complete(records: Records, profile: Profile, place: Place, config: KVQuantConfig, n: int) -> Cell:
+    """The newest cell asked for (there can be one per calibration of its rotations)."""
+    asked = {"task": place[1], "n": n, "seed": profile.seed, "kv": config.to_dict()}
+    matching = (c for c in records.cells.values() if all(c.identity.get(name) == v for name, v in asked.items()))
+    cell = max(matching, key=lambda cell: cell.provenance["date"], default=None)
     if cell is None or not cell.is_complete:
         done = len(cell.correct) if cell else 0
         raise ResidualQuantError(
-            f"{paths.show(records.path)} holds {done} of {n} answers for {task}, {method.name} {method.config.label}; "
+            f"{paths.show(records.path)} holds {done} of {n} answers for {place[1]}, {name_of(config)}; "
             f"`make reproduce PROFILE={profile.name}` computes the rest"
         )
     return cell
 
 
+# ------------------------------------------------------------------------------------------------ compute
+
+
 def compute_cells(
     profile: str | Profile,
-    methods: Iterable[Method] | None = None,
-    tasks: Sequence[str] | None = None,
+    labels: Iterable[str] = LABELS,
+    *,
+    models: Iterable[str] = (),
+    tasks: Iterable[str] = (),
+    part: tuple[int, int] | None = None,
+    score: bool = True,
     progress: bool = True,
 ) -> None:
-    """Bring the records up to date: whatever answer is missing is computed, task by task.
+    """Bring the records up to date: whatever answer is missing is computed, model by model and task by task.
+
+    All configurations of a task are decoded together; calibrated rotations stay in ``data/runs/<profile>/rotations``.
+
+    Args:
+        labels: whose cells.
+        models, tasks: only these; all when empty.
+        part: (i, k): only the i-th of k parts, from 1, into records of its own (see :func:`collect_cells`).
+        score: False leaves the answers unscored.
 
     Raises:
+        ValueError: an unknown model or task, or a part that is not 1 … k.
         ResidualQuantError: the profile cannot run here, another run writes the same records, or the disk is full.
     """
-    from residualquant.evals.run import evaluate
     from residualquant.models import load_model
 
     profile = profile_of(profile)
-    profile.check()
-    model = None
-    for task in profile.tasks if tasks is None else tasks:
-        if model is None or model.name != profile.models[task]:
-            model = load_model(profile.models[task], device=profile.device)
-        wanted = profile.methods_of(task) if methods is None else methods
-        evaluate(
-            model,
-            task,
-            [m.config for m in wanted],
-            profile.problems[task],
-            paths.records_dir(profile.name) / records_name(profile, task),
-            max_rows=profile.max_rows,
-            seed=profile.seed,
-            progress=progress,
-        )
+    plan = _chosen(profile, profile.cells_of(labels), list(models), list(tasks))
+    profile.check(plan)
+    mine, folder = _share(profile, part)
+    for name, places in _by_model(profile, plan).items():
+        model = load_model(name, device=profile.device)
+        for place in places:
+            for n in sorted(set(plan[place].values()), reverse=True):
+                configs = [c for c, count in plan[place].items() if count == n and c in mine[name]]
+                if configs:
+                    _evaluate(profile, model, place, configs, n, folder, score, progress)
+
+
+def _evaluate(profile, model, place, configs, n, folder, score, progress) -> None:
+    from residualquant.evals.run import evaluate
+    from residualquant.rotation.calibration import CALIBRATED, CalibrationSizes, calibrated_many
+
+    learnt = [i for i, config in enumerate(configs) if config.rotation in CALIBRATED]
+    sizes, where = CalibrationSizes(**profile.calibration, seed=profile.seed), paths.rotations_dir(profile.name)
+    wanted = [configs[i] for i in learnt]
+    rotations = calibrated_many(model, wanted, place[1], sizes, where, progress) if learnt else []
+    evaluate(
+        model,
+        place[1],
+        configs,
+        n,
+        folder / records_name(profile, place),
+        rotations=dict(zip(learnt, rotations)),
+        max_rows=profile.max_rows,
+        seed=profile.seed,
+        score=score,
+        progress=progress,
+    )
+
+
+def _by_model(profile: Profile, places: Iterable[Place]) -> dict[str, list[Place]]:
+    grouped: dict[str, list[Place]] = {}
+    for family, task in places:
+        grouped.setdefault(profile.models[family][task], []).append((family, task))
+    return grouped
+
+
+def _chosen(profile: Profile, plan: Plan, models: list[str], tasks: list[str]) -> Plan:
+    known = list(dict.fromkeys(profile.model_name(place) for place in profile.plan))
+    for kind, given, there in (("model", models, known), ("task", tasks, list(profile.stands_for))):
+        if unknown := [name for name in given if name not in there]:
+            raise ValueError(f"profile {profile.name!r} has no {kind} {unknown[0]!r}; it has {', '.join(there)}")
+    return {
+        place: cells
+        for place, cells in plan.items()
+        if (not models or profile.model_name(place) in models) and (not tasks or place[1] in tasks)
+    }
+
+
+def _share(profile: Profile, part: tuple[int, int] | None) -> tuple[Mapping[str, set[KVQuantConfig]], Path]:
+    """{model: its configurations in this part}, whatever labels or tasks are asked for, and the records' folder."""
+    index, count = part or (1, 1)
+    if not 1 <= index <= count:
+        raise ValueError(f"part must be i/k with 1 <= i <= k, got {index}/{count}")
+    mine = {}
+    for name, places in _by_model(profile, profile.plan).items():
+        configs = list(dict.fromkeys(config for place in places for config in profile.plan[place]))
+        mine[name] = set(configs[index - 1 :: count])
+    return mine, paths.records_dir(profile.name) if part is None else paths.parts_dir(
+        profile.name
+    ) / f"{index}of{count}"
+
+
+# ------------------------------------------------------------------------------------------------ collect
+
+
+def collect_cells(profile: str | Profile) -> Iterator[str]:
+    """Bring the records of all parts together and score what is open; yields a sentence per file. No model runs.
+
+    A part's cell replaces what the profile's records hold for the same task, configuration, n and seed.
+
+    Raises:
+        ResidualQuantError: a part is damaged, or the scorers are not those that the records name.
+    """
+    from residualquant.evals.run import score_records
+
+    profile = profile_of(profile)
+    parts: dict[str, list[Path]] = {}
+    for folder in sorted(paths.parts_dir(profile.name).glob("*of*")):
+        for file in list_records(folder):
+            parts.setdefault(file.name, []).append(file)
+    for name, files in sorted(parts.items()):
+        merged = merge_records(paths.records_dir(profile.name) / name, files)
+        yield f"{name}: {merged} answers from {len(files)} parts"
+    for file in list_records(paths.records_dir(profile.name)):
+        yield f"{file.name}: {score_records(file)} answers scored"
+
+
+def merge_records(target: Path, parts: Iterable[Path]) -> int:
+    """Add the cells of ``parts`` to the records ``target``, in the place of older ones; returns how many answers."""
+
+    def replaced(old: Cell, new: Cell) -> bool:
+        return all(old.identity.get(k) == new.identity.get(k) for k in ("task", "kv", "n", "seed"))
+
+    with Writer(target) as writer:
+        before, count = dict(writer.records.cells), 0
+        for part in parts:
+            for cell in read_records(part).cells.values():
+                mine = writer.start(cell.identity, cell.provenance)
+                for problem, answer in cell.answers.items():
+                    if problem not in mine.answers:
+                        writer.add(mine, answer)
+                        count += 1
+        new = [cell for short, cell in writer.records.cells.items() if short not in before]
+        writer.finish([short for short, old in before.items() if any(replaced(old, cell) for cell in new)])
+    return count

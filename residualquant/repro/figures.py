@@ -6,30 +6,35 @@ Pictures are drawn from the profile's records and CSVs; none of this runs a mode
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 from residualquant.repro.paths import figures_dir
-from residualquant.repro.plots import Picture
+from residualquant.repro.plots import DOTS, Picture
+from residualquant.repro.tables import table
 
 
-def _table2(profile: str) -> Picture:
-    from residualquant.repro.plots import draw_table2
-    from residualquant.repro.tables import table2
+def _dots(label: str, profile: str) -> Picture:
+    from residualquant.repro.plots import draw_table
 
-    return draw_table2(table2(profile))
+    return draw_table(label, table(label, profile))
 
 
 def _pareto(profile: str) -> Picture:
     from residualquant.repro.plots import draw_pareto
-    from residualquant.repro.tables import table2_mean
 
-    return draw_pareto(table2_mean(profile))
+    return draw_pareto(table("table2_mean", profile))
 
 
 def _figure1_left(profile: str) -> Picture:
     from residualquant.repro.plots import draw_figure1_left
-    from residualquant.repro.tables import figure1_left
 
-    return draw_figure1_left(figure1_left(profile))
+    return draw_figure1_left(table("figure1_left", profile))
+
+
+def _analysis(label: str, profile: str) -> Picture:
+    from residualquant.repro import plots_analyses
+
+    return getattr(plots_analyses, f"draw_{label}")(table(label, profile))
 
 
 def _figure2(profile: str) -> Picture:
@@ -57,8 +62,10 @@ FIGURES: dict[str, Callable[[str], Picture]] = {
     "storage": _storage,
     "figure1_left": _figure1_left,
     "figure2": _figure2,
+    **{label: partial(_analysis, label) for label in ("figure3_middle", "figure3_right")},
     "figure5": _figure5,
-    "table2": _table2,
+    "table1": partial(_analysis, "table1"),
+    **{label: partial(_dots, label) for label in DOTS},
     "pareto": _pareto,
 }
 

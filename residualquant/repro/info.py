@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 from residualquant.repro import paths
 from residualquant.repro.profiles import PROFILES, Profile
 from residualquant.repro.provenance import provenance
 from residualquant.repro.records import list_records
-from residualquant.repro.run import read_marker
+from residualquant.repro.run import read_marker, run_lock
+
+_SHAPE = {
+    "total_ut_steps": "loops",
+    "mean_recurrence": "loops",
+    "num_hidden_layers": "layers",
+    "n_layers_in_recurrent_block": "looped layers",
+    "head_dim": "head dim",
+}
 
 
 def print_info() -> None:
@@ -36,25 +45,34 @@ def _gpus() -> str:
 
 
 def _models() -> list[str]:
-    lines = []
-    for file in sorted(paths.models_dir().glob("*/config.json")):
-        size = sum(f.stat().st_size for f in file.parent.glob("*.safetensors")) / 2**20
+    return [f"{file.parent.name}: {_describe(file)}" for file in sorted(paths.models_dir().glob("*/config.json"))]
+
+
+def _describe(file: Path) -> str:
+    """Kind, shape and size of the checkpoint whose ``config.json`` is ``file``."""
+    try:
         values = json.loads(file.read_text())
-        shape = ", ".join(
-            f"{values[key]} {word}"
-            for key, word in (("total_ut_steps", "loops"), ("num_hidden_layers", "layers"), ("head_dim", "head dim"))
-            if key in values
-        )
-        lines.append(f"{file.parent.name}: {values.get('model_type', '?')}, {shape}, {size:.1f} MiB")
-    return lines
+        shape = [f"{values[key]} {word}" for key, word in _SHAPE.items() if key in values]
+        kind = values.get("model_type", "unknown kind")
+        size = sum(f.stat().st_size for f in file.parent.glob("*.safetensors")) / 2**20
+    except (OSError, ValueError, RecursionError, AttributeError, TypeError) as error:
+        return f"config.json cannot be read ({error})"
+    return ", ".join([str(kind), *shape, f"{size:.1f} MiB"])
 
 
 def _state(profile: Profile) -> str:
-    marker = read_marker(profile.name)
     files = list_records(paths.shipped_records_dir(profile.name))
-    sizes = ", ".join(f"{task} {n}" for task, n in profile.problems.items())
-    run = {"never": "not run here", "finished": f"finished {marker.get('finished', '')}"}.get(
-        marker["state"], "interrupted: `make reproduce` goes on"
-    )
     records = f"records of {len(files)} tasks" if files else "no records"
-    return f"{sizes}; {len(profile.methods)} configurations; {profile.device}; {profile.cost}; {records}; {run}"
+    return f"{profile.describe()}; {profile.device}; {profile.cost}; {records}; {_run(profile)}"
+
+
+def _run(profile: Profile) -> str:
+    """Whether the profile runs now, was interrupted, has finished or never ran here."""
+    if holder := run_lock(profile.name).holder():
+        return f"running (process {holder})"
+    marker = read_marker(profile.name)
+    if marker["state"] == "never":
+        return "not run here"
+    if marker["state"] == "finished":
+        return f"finished {marker['finished']}"
+    return "interrupted: `make reproduce` goes on"

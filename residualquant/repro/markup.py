@@ -27,7 +27,7 @@ TABLE_CSS = """
 """
 
 SHORT = 34  # columns of texts up to this long are not broken into lines
-_VERDICTS = {"not reproduced": "no", "reproduced": "yes", "differs": "no", "undecided": "open"}
+_VERDICTS = {"not reproduced": "no", "reproduced": "yes", "differs": "no", "undecided": "open", "not measured": "open"}
 
 
 @dataclass(frozen=True)

@@ -222,8 +222,14 @@ def draw_anchor(journey: Journey) -> Picture:
         _group_levels(axis, journey, a)
         axis.vlines(range(head_dim), journey.z[a].tolist(), journey.rebuilt[a].tolist(), color="#b8371f", linewidth=1.2)
         axis.plot(range(head_dim), journey.z[a].tolist(), "_", color=INK, markersize=4, label="rotated key")
-        axis.plot(range(head_dim), journey.rebuilt[a].tolist(), ".", color=LOOP_COLOURS[a % 8], markersize=4,
-                  label=f"stored with {journey.config.bits[a]} bits")
+        axis.plot(
+            range(head_dim),
+            journey.rebuilt[a].tolist(),
+            ".",
+            color=LOOP_COLOURS[a % 8],
+            markersize=4,
+            label=f"stored with {journey.config.bits[a]} bits",
+        )
         _channels(axis, head_dim, journey.config.group_sizes[a])
         axis.grid(visible=False)
         axis.set_xlabel("channel")
@@ -246,14 +252,32 @@ def draw_residual(journey: Journey, loop: int = 1) -> Picture:
         figure = new_figure(TEXT, 3.4)
         top, bottom = figure.subplots(2, 1, sharex=True, sharey=True)
         top.bar(channels, journey.z[r].tolist(), width=0.9, color=LOOP_COLOURS[r % 8], label=f"$Z_{loop}$, rotated key")
-        top.step(channels, journey.prediction[r].tolist(), where="mid", color=INK, linewidth=0.8,
-                 label=f"$\\alpha\\hat{{Z}}_{reference + 1}$, prediction, $\\alpha$ = {float(journey.alpha[r]):.4f}")
+        top.step(
+            channels,
+            journey.prediction[r].tolist(),
+            where="mid",
+            color=INK,
+            linewidth=0.8,
+            label=f"$\\alpha\\hat{{Z}}_{reference + 1}$, prediction, $\\alpha$ = {float(journey.alpha[r]):.4f}",
+        )
         if journey.config.bits[r]:
             _group_levels(bottom, journey, r)
-        bottom.bar(channels, journey.residual[r].tolist(), width=0.9, color=LOOP_COLOURS[r % 8], alpha=0.55,
-                   label=f"$Z_{loop}-\\alpha\\hat{{Z}}_{reference + 1}$, residual")
-        bottom.plot(channels, journey.coded[r].tolist(), ".", color=INK, markersize=3,
-                    label=f"stored with {journey.config.bits[r]} bits")
+        bottom.bar(
+            channels,
+            journey.residual[r].tolist(),
+            width=0.9,
+            color=LOOP_COLOURS[r % 8],
+            alpha=0.55,
+            label=f"$Z_{loop}-\\alpha\\hat{{Z}}_{reference + 1}$, residual",
+        )
+        bottom.plot(
+            channels,
+            journey.coded[r].tolist(),
+            ".",
+            color=INK,
+            markersize=3,
+            label=f"stored with {journey.config.bits[r]} bits",
+        )
         left = journey.residual[r].square().sum() / journey.z[r].square().sum()
         titles = (f"Loop {loop}", f"{100 * left:.1f} % of its energy is left to code")
         for axis, title in zip((top, bottom), titles):
@@ -305,8 +329,13 @@ def draw_page(journey: Journey, per_line: int = 36) -> Picture:
         axis = figure.subplots()
         for y, (loop, cells) in enumerate(lines):
             axis.text(-0.4, y, loop, ha="right", va="center", fontsize=6.5)
-            axis.barh([y] * len(cells), 0.94, left=[i + 0.03 for i in range(len(cells))], height=0.86,
-                      color=[PARTS[part] for _, part in cells])
+            axis.barh(
+                [y] * len(cells),
+                0.94,
+                left=[i + 0.03 for i in range(len(cells))],
+                height=0.86,
+                color=[PARTS[part] for _, part in cells],
+            )
             for i, (byte, _) in enumerate(cells):
                 axis.text(i + 0.5, y, f"{byte:02x}", ha="center", va="center", fontsize=5, family="DejaVu Sans Mono")
         axis.set_xlim(-4.5, per_line)
@@ -335,7 +364,8 @@ def draw_return(journey: Journey) -> Picture:
             axis.step(range(head_dim), journey.back[loop].tolist(), where="mid", color=INK, linewidth=0.7)
             _channels(axis, head_dim)
             axis.set_ylabel(f"$K_{loop + 1}$", rotation=0, va="center", labelpad=10)
-            axis.set_title(f"error {100 * float(errors[loop]):.2f} % of the energy", loc="right", weight="normal",
-                           fontsize=7)
+            axis.set_title(
+                f"error {100 * float(errors[loop]):.2f} % of the energy", loc="right", weight="normal", fontsize=7
+            )
         axes[-1].set_xlabel("channel")
     return Picture(figure, "Keys of every loop, original and decoded")

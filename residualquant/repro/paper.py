@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import csv
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from residualquant.errors import ResidualQuantError
@@ -9,8 +11,6 @@ from residualquant.repro.paths import paper_dir, show
 
 if TYPE_CHECKING:
     import pandas as pd
-
-OURO = "ouro-1.4b"
 
 
 def read_paper(label: str) -> pd.DataFrame:
@@ -22,20 +22,31 @@ def read_paper(label: str) -> pd.DataFrame:
     """
     import pandas as pd
 
-    file = paper_dir() / f"{label}.csv"
-    if not file.is_file():
-        known = ", ".join(sorted(f.stem for f in paper_dir().glob("*.csv")))
-        raise ValueError(f"the paper's numbers have no label {label!r}; known: {known or 'none found'}")
+    file = _file(label)
     try:
         return pd.read_csv(file, keep_default_na=False, na_values=[""])
     except (OSError, ValueError) as error:
         raise ResidualQuantError(f"{show(file)} could not be read: {error}") from error
 
 
-def table2_accuracy(method: str, bits: str, group_size: int, model: str = OURO) -> dict[str, float]:
-    """{benchmark: accuracy in %} of one row of Table 2 for one model; ``method`` as in the file ("residual_ls")."""
-    table = read_paper("table2")
-    rows = table[(table.method == method) & (table.model == model)]
-    if method != "bf16":
-        rows = rows[(rows.bits_per_loop == bits) & (rows.int2_group_size == group_size)]
-    return dict(zip(rows.benchmark, rows.accuracy_pct))
+def printed(label: str) -> list[dict[str, str]]:
+    """One label's rows as printed, every cell as text so that no digit is lost.
+
+    Raises:
+        ValueError: no such label.
+        ResidualQuantError: the file cannot be read.
+    """
+    file = _file(label)
+    try:
+        with file.open(newline="") as lines:
+            return list(csv.DictReader(lines))
+    except OSError as error:
+        raise ResidualQuantError(f"{show(file)} could not be read: {error}") from error
+
+
+def _file(label: str) -> Path:
+    file = paper_dir() / f"{label}.csv"
+    if not file.is_file():
+        known = ", ".join(sorted(f.stem for f in paper_dir().glob("*.csv")))
+        raise ValueError(f"the paper's numbers have no label {label!r}; known: {known or 'none found'}")
+    return file

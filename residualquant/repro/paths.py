@@ -70,14 +70,29 @@ def runs_dir(profile: str) -> Path:
     return workspace() / "data" / "runs" / profile
 
 
+def rotations_dir(profile: str) -> Path:
+    """``data/runs/<profile>/rotations``: calibrated rotations, a folder per model and configuration (not committed)."""
+    return runs_dir(profile) / "rotations"
+
+
+def parts_dir(profile: str) -> Path:
+    """``data/runs/<profile>/parts``: records of a run that was split, one folder per part (not committed)."""
+    return runs_dir(profile) / "parts"
+
+
 def models_dir() -> Path:
     """``data/models``: the shipped checkpoints."""
     return _shipped("data", "models")
 
 
+def kernels_dir() -> Path:
+    """``build/kernels``: compiled CUDA kernels (not committed)."""
+    return workspace() / "build" / "kernels"
+
+
 def paper_dir() -> Path:
-    """``data/paper``: the numbers printed in the paper."""
-    return _shipped("data", "paper")
+    """``data/paper``: the numbers printed in the paper. (The profile of that name makes a folder there, too.)"""
+    return _shipped("data", "paper", "table2.csv").parent
 
 
 def notebooks_dir() -> Path:

@@ -15,8 +15,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from residualquant.repro.profiles import ROTATION
-
 if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.axes import Axes
@@ -27,18 +25,21 @@ COLUMN, TEXT = 3.35, 6.9  # inches: one column and the full text width of a two-
 SCREEN_DPI = 110
 INK, GREY, PALE = "#23272e", "#6b7280", "#e8ebef"
 
-METHODS = {
-    "direct": ("Direct", "#f0a37a", "o"),
-    "direct+rotation": ("Direct + rotation", "#b8371f", "s"),
-    "residual": ("Residual", "#7fb9dd", "o"),
-    "residual+rotation": ("Residual + rotation", "#134e7e", "s"),
-}
-PRECISIONS = ("2222 g32", "2222 g16", "2224 g32", "2224 g16")
-PRECISION_LABELS = {
-    "2222 g32": "INT2\ng=32",
-    "2222 g16": "INT2\ng=16",
-    "2224 g32": "INT2/4\ng=32",
-    "2224 g16": "INT2/4\ng=16",
+# Colour and marker of a series, by its words in ``layouts.with_words``.
+SERIES = {
+    "direct": ("#f0a37a", "o"),
+    "direct + OSCAR": ("#d9743f", "^"),
+    "direct + OptR-H": ("#b8371f", "s"),
+    "unit": ("#a9b4bf", "o"),
+    "norm ratio": ("#77838f", "v"),
+    "LS": ("#7fb9dd", "o"),
+    "LS + OSCAR": ("#3f86b5", "^"),
+    "LS + OptR-H": ("#134e7e", "s"),
+    "residual": ("#7fb9dd", "o"),
+    "residual + OptR-H": ("#134e7e", "s"),
+    "no rotation": ("#7fb9dd", "o"),
+    "OSCAR": ("#3f86b5", "^"),
+    "OptR-H": ("#134e7e", "s"),
 }
 
 
@@ -78,8 +79,12 @@ class Picture:
 
     @cached_property
     def png(self) -> bytes:
-        """The picture as PNG, the same bytes every time."""
-        return self._render("png", {"Software": None})
+        """The picture as PNG of at most 256 colours (a third of the bytes), the same bytes every time."""
+        from PIL import Image
+
+        drawn, buffer = Image.open(io.BytesIO(self._render("png", {"Software": None}))), io.BytesIO()
+        drawn.convert("RGB").quantize(256, dither=Image.Dither.NONE).save(buffer, "png", optimize=True)
+        return buffer.getvalue()
 
     @cached_property
     def pdf(self) -> bytes:
@@ -100,152 +105,135 @@ class Picture:
         return written
 
 
-def method_of(row: pd.Series) -> str:
-    """"bf16" or a key of ``METHODS`` for a row of ``table2.csv``; "other" for what the pictures have no place for."""
-    if float(row["effective_bits"]) == 16:
-        return "bf16"
-    coded = row["reference"], row["coefficient"]
-    base = {("direct", "none"): "direct", ("last", "ls"): "residual"}.get(coded)
-    if base is None or row["rotation"] not in ("none", ROTATION):
-        return "other"
-    return base if row["rotation"] == "none" else f"{base}+rotation"
+# ---------------------------------------------------------------------------------------------- tables as dots
+
+# label -> (panel, place on the x axis, series): columns of ``layouts.with_words``
+DOTS = {
+    "table2": ("place", "precision", "method"),
+    "table3": ("precision", "reference_loop", "scaling"),
+    "table4": ("precision", "coding", "turn"),
+    "table5": ("place", "bits_and_group", "method"),
+    "table8": ("precision", "loops", "turn"),
+    "table9": ("precision", "reference_loop", "scaling"),
+}
 
 
-def precision_of(row: pd.Series) -> str:
-    """"2224 g32" and the like for a row of ``table2.csv``; "16" for BF16."""
-    if float(row["effective_bits"]) == 16:
-        return "16"
-    digits = "".join(c for c in str(row["bits_per_loop"]) if c.isdigit())
-    return f"{digits} g{int(row['group_size'])}"
-
-
-def with_keys(table: pd.DataFrame) -> pd.DataFrame:
-    """``table2.csv`` with the columns ``method`` and ``precision`` that the pictures are arranged by.
-
-    Raises:
-        ValueError: a needed column is missing.
-    """
-    needed = {"benchmark", "bits_per_loop", "group_size", "reference", "coefficient", "rotation"}
-    needed |= {"effective_bits", "accuracy_pct"}
-    if missing := sorted(needed - set(table.columns)):
-        raise ValueError(f"the table lacks the column {missing[0]!r}; it has {list(table.columns)}")
-    return table.assign(method=table.apply(method_of, axis=1), precision=table.apply(precision_of, axis=1))
-
-
-BENCHMARK_NAMES = {"gsm8k": "GSM8K", "math500": "MATH500", "humaneval": "HumanEval", "mbpp": "MBPP"}
-
-
-def benchmark_title(benchmark: str) -> str:
-    """"words, standing for GSM8K" for a task of the shipped minis; the benchmark's own name for anything else."""
-    from residualquant.evals.tasks import STANDS_FOR
-
-    name = STANDS_FOR.get(benchmark, benchmark)
-    name = BENCHMARK_NAMES.get(name, str(name))
-    return f"{benchmark}, standing for {name}" if benchmark in STANDS_FOR else name
-
-
-# ---------------------------------------------------------------------------------------------- Table 2
-
-
-def _table2_panel(axis: Axes, rows: pd.DataFrame, title: str) -> None:
-    bf16 = rows[rows["method"] == "bf16"].iloc[0]
-    axis.axhspan(bf16["ci_low"], bf16["ci_high"], color=PALE, zorder=0, linewidth=0)
-    axis.axhline(bf16["accuracy_pct"], color=INK, linewidth=0.9, zorder=1)
-    if not math.isnan(bf16["paper_pct"]):
-        axis.axhline(bf16["paper_pct"], color=GREY, linewidth=0.8, linestyle=(0, (4, 2)), zorder=1)
-    for k, (method, (_, colour, marker)) in enumerate(METHODS.items()):
-        part = rows[rows["method"] == method].set_index("precision").reindex(PRECISIONS)
-        x = [i + (k - 1.5) * 0.2 for i in range(len(PRECISIONS))]
-        axis.vlines(x, part["ci_low"], part["ci_high"], color=colour, linewidth=1.6, zorder=2)
-        axis.plot(x, part["accuracy_pct"], marker, color=colour, zorder=3, markersize=4.6)
-        axis.plot([v + 0.065 for v in x], part["paper_pct"], "D", markerfacecolor="white", markeredgecolor=colour,
-                  markersize=3.2, markeredgewidth=0.8, zorder=4)
-    for i in range(1, len(PRECISIONS)):
-        axis.axvline(i - 0.5, color=PALE, linewidth=0.8, zorder=0)
-    axis.set_xticks(range(len(PRECISIONS)), [PRECISION_LABELS[p] for p in PRECISIONS])
-    axis.set_xlim(-0.5, len(PRECISIONS) - 0.5)
-    axis.set_ylim(0, 100)
-    axis.set_title(title)
-
-
-def _method_legend(figure: Figure, columns: int) -> None:
-    from matplotlib.lines import Line2D
-
-    handles = [Line2D([], [], color=c, marker=m, linewidth=1.6, label=n) for n, c, m in METHODS.values()]
-    handles += [
-        Line2D([], [], color=INK, linewidth=0.9, label="BF16, ours"),
-        Line2D([], [], color=GREY, linewidth=0.8, linestyle=(0, (4, 2)), label="BF16, paper"),
-        Line2D([], [], color="none", marker="D", markersize=3.6, markerfacecolor="white", markeredgecolor=GREY,
-               label="paper (Ouro-1.4B)"),
-    ]
-    figure.legend(handles=handles, loc="outside lower center", ncols=columns)
-
-
-def draw_table2(table: pd.DataFrame) -> Picture:
-    """Table 2 as a picture: one panel per task, dots with 95 % intervals, the paper's numbers beside them.
+def draw_table(label: str, table: pd.DataFrame) -> Picture:
+    """An accuracy table as a picture: dots with 95 % intervals, the paper's numbers beside them, BF16 as a line.
 
     Args:
-        table: the rows of ``table2.csv``.
+        label: one of ``DOTS``, which says what is a panel, a place on the x axis and a series.
+        table: its rows.
 
     Raises:
         ValueError: a needed column is missing.
     """
-    rows = with_keys(table)
-    benchmarks = list(dict.fromkeys(rows["benchmark"]))
-    columns = 2 if len(benchmarks) > 1 else 1
-    lines = math.ceil(len(benchmarks) / columns)
+    from residualquant.repro.layouts import with_words
+
+    rows = with_words(table)
+    panel, x, series = DOTS[label]
+    bf16, coded = rows[rows["coding"] == "BF16"], rows[(rows["coding"] != "BF16") & (rows[series] != "other")]
+    panels = list(dict.fromkeys(coded[panel]))
+    columns = min(len(panels), 4 if len(panels) > 4 else 2)
+    lines = math.ceil(len(panels) / columns)
     with house_style():
         figure = new_figure(TEXT, 0.75 + 1.95 * lines)
         axes = figure.subplots(lines, columns, sharey=True, squeeze=False).ravel()
-        for axis, benchmark in zip(axes, benchmarks):
-            _table2_panel(axis, rows[rows["benchmark"] == benchmark], benchmark_title(benchmark))
-        for axis in axes[len(benchmarks):]:
+        for axis, name in zip(axes, panels):
+            baseline = bf16[bf16["place"] == name] if panel == "place" else bf16
+            _dots(axis, coded[coded[panel] == name], baseline.iloc[0], x, series)
+            axis.set_title(name.replace(", ", "\n") if columns > 2 else name)
+        for axis in axes[len(panels) :]:
             axis.set_visible(False)
         for axis in axes[::columns]:
             axis.set_ylabel("accuracy, %")
-        _method_legend(figure, columns=4)
-    return Picture(figure, "Accuracy of every KV cache configuration on each task, with intervals, beside the paper's")
+        _legend(figure, [name for name in SERIES if name in set(coded[series])])
+    return Picture(figure, f"Accuracy of every row of {label}, with intervals, beside the paper's numbers")
+
+
+def _dots(axis: Axes, rows: pd.DataFrame, bf16: pd.Series, x: str, series: str) -> None:
+    """One panel; what was not measured is left out, its paper's value is not."""
+    axis.axhspan(bf16["ci_low"], bf16["ci_high"], color=PALE, zorder=0, linewidth=0)
+    axis.axhline(bf16["accuracy_pct"], color=INK, linewidth=0.9, zorder=1)
+    axis.axhline(bf16["paper_pct"], color=GREY, linewidth=0.8, linestyle=(0, (4, 2)), zorder=1)
+    places = list(dict.fromkeys(rows[x]))
+    side_by_side = {place: [name for name in SERIES if name in set(rows[rows[x] == place][series])] for place in places}
+    step = 0.8 / max(map(len, side_by_side.values()))
+    for name in SERIES:
+        colour, marker = SERIES[name]
+        part = rows[rows[series] == name]
+        at = [
+            places.index(place) + step * (names.index(name) - (len(names) - 1) / 2)
+            for place, names in ((place, side_by_side[place]) for place in part[x])
+        ]
+        axis.vlines(at, part["ci_low"], part["ci_high"], color=colour, linewidth=1.4, zorder=2)
+        axis.plot(at, part["accuracy_pct"], marker, color=colour, zorder=3, markersize=4.2)
+        axis.plot(at, part["paper_pct"], "D", markersize=2.8, markerfacecolor="white", markeredgecolor=colour,
+                  markeredgewidth=0.8, zorder=4)
+    axis.set_xticks(range(len(places)), [place.replace(" ", "\n", 1) for place in places])
+    axis.set_xlim(-0.5, len(places) - 0.5)
+    axis.set_ylim(0, 100)
+
+
+def _legend(figure: Figure, names: list[str]) -> None:
+    from matplotlib.lines import Line2D
+
+    handles = [Line2D([], [], color=SERIES[n][0], marker=SERIES[n][1], linewidth=1.4, label=n) for n in names]
+    handles += [
+        Line2D([], [], color=INK, linewidth=0.9, label="BF16, ours"),
+        Line2D([], [], color=GREY, linewidth=0.8, linestyle=(0, (4, 2)), label="BF16, paper"),
+        Line2D([], [], color="none", marker="D", markersize=3.2, markerfacecolor="white", markeredgecolor=GREY,
+               label="paper"),
+    ]
+    figure.legend(handles=handles, loc="outside lower center", ncols=min(len(handles), 6))
 
 
 # ---------------------------------------------------------------------------------------------- Pareto
 
 
 def _pareto_panel(axis: Axes, points: pd.DataFrame, column: str, title: str) -> None:
-    bf16 = points.loc[points["method"] == "bf16", column].iloc[0]
-    axis.axhline(bf16, color=INK, linewidth=0.9)
-    axis.annotate("BF16, 16 bits", (2.42, bf16), xytext=(0, 2.5), textcoords="offset points", fontsize=6.5)
-    for method, (_, colour, _) in METHODS.items():
-        part = points[points["method"] == method].sort_values("effective_bits")
-        for _, family in part.groupby(part["precision"].str[:4]):
+    bf16 = points.loc[points["coding"] == "BF16", column].iloc[0]
+    if not math.isnan(bf16):
+        axis.axhline(bf16, color=INK, linewidth=0.9)
+        axis.annotate("BF16, 16 bits", (2.42, bf16), xytext=(0, 2.5), textcoords="offset points", fontsize=6.5)
+    for method, part in points[points["coding"] != "BF16"].groupby("method", sort=False):
+        colour = SERIES[method][0]
+        for _, family in part.sort_values("effective_bits").groupby("bits_per_loop", sort=False):
             axis.plot(family["effective_bits"], family[column], color=colour, linewidth=0.8, alpha=0.55, zorder=2)
         if column == "accuracy_pct":
             axis.vlines(part["effective_bits"], part["ci_low"], part["ci_high"], color=colour, linewidth=1)
         for _, point in part.iterrows():
-            face = colour if "g32" in point["precision"] else "white"
-            shape = "o" if point["precision"].startswith("2222") else "s"
+            face = colour if point["group_size"] == 32 else "white"
+            shape = "s" if point["bits_per_loop"].endswith("4") else "o"
             axis.plot(point["effective_bits"], point[column], shape, markerfacecolor=face, markeredgecolor=colour,
-                      markeredgewidth=1, markersize=4.8, zorder=3)
+                      markeredgewidth=1, markersize=4.4, zorder=3)
     axis.set_xlim(2.38, 3.6)
-    axis.set_xlabel("effective bits per element")
     axis.set_title(title)
 
 
 def draw_pareto(table_mean: pd.DataFrame) -> Picture:
-    """Mean accuracy against effective bits for every Table 2 configuration; ours left, the paper's Ouro-1.4B right.
+    """Mean accuracy against effective bits for every Table 2 configuration, a row per family; ours left, paper right.
 
     Args:
         table_mean: the rows of ``table2_mean.csv``.
     """
     from matplotlib.lines import Line2D
 
-    points = with_keys(table_mean)
+    from residualquant.repro.layouts import with_words
+
+    points = with_words(table_mean)
     with house_style():
-        figure = new_figure(TEXT, 3.0)
-        left, right = figure.subplots(1, 2, sharey=True)
-        _pareto_panel(left, points, "accuracy_pct", "Ours, mean of the four tasks")
-        _pareto_panel(right, points, "paper_pct", "Paper, Ouro-1.4B, mean of four")
-        left.set_ylabel("mean accuracy, %")
-        handles = [Line2D([], [], color=c, linewidth=2, label=n) for n, c, _ in METHODS.values()]
+        figure = new_figure(TEXT, 4.6)
+        axes = figure.subplots(2, 2, sharey="row", sharex=True)
+        for (left, right), family in zip(axes, ("ouro", "huginn")):
+            here = points[points["model"] == family]
+            _pareto_panel(left, here, "accuracy_pct", f"Ours, {family.capitalize()}, mean of four tasks")
+            _pareto_panel(right, here, "paper_pct", f"Paper, {family.capitalize()}, mean of four benchmarks")
+            left.set_ylabel("mean accuracy, %")
+        for axis in axes[1]:
+            axis.set_xlabel("effective bits per element of the loops")
+        coded = points.loc[points["coding"] != "BF16", "method"]
+        handles = [Line2D([], [], color=SERIES[n][0], linewidth=2, label=n) for n in dict.fromkeys(coded)]
         for shape, face, name in (("o", GREY, "INT2 g=32"), ("o", "white", "INT2 g=16"),
                                   ("s", GREY, "INT2/4 g=32"), ("s", "white", "INT2/4 g=16")):
             handles.append(Line2D([], [], color="none", marker=shape, markerfacecolor=face, markeredgecolor=GREY,
@@ -261,7 +249,7 @@ STEP_LABELS = {
     "direct_int2": ("Direct\nINT2", "#f0a37a"),
     "last_loop_residual": ("+ last-loop\nresidual", "#b9d8ec"),
     "ls_scaling": ("+ LS\nscaling", "#7fb9dd"),
-    "rotation_optr_h": ("+ rotation", "#3f86b5"),
+    "rotation_optr_h": ("+ OptR-H\nrotation", "#3f86b5"),
     "mixed_precision": ("+ INT4\nanchor", "#134e7e"),
 }
 
@@ -284,6 +272,8 @@ def draw_figure1_left(table: pd.DataFrame) -> Picture:
             axis.vlines(x, row["ci_low"], row["ci_high"], color=GREY, linewidth=1, zorder=3)
             axis.plot(x, row["paper_pct"], "D", markerfacecolor="white", markeredgecolor=INK, markeredgewidth=0.9,
                       markersize=4, zorder=4)
+            if math.isnan(row["accuracy_pct"]):  # not measured in this profile
+                continue
             axis.annotate(f"{row['accuracy_pct']:.1f}", (x, row["ci_high"]), xytext=(0, 2), ha="center", va="bottom",
                           textcoords="offset points", fontsize=7, fontweight="bold")
         labels = [f"{STEP_LABELS[s][0]}\n{rows.loc[s, 'effective_bits']:.2g} bit" for s in rows.index]

@@ -3,110 +3,118 @@
 ``smoke`` shows in minutes that everything works; ``mini`` (the default) is sized for a 2-core CPU; ``full`` runs the
 same mini models on one GPU with enough problems to tell the methods apart; ``paper`` names the paper's own models and
 benchmarks. Every output path contains the profile's name.
+
+A *cell* is (family of models, task, KV configuration). A profile's cells are those of all its labels together
+(:mod:`residualquant.repro.labels`), each once: ``Profile.plan`` says which, and on how many problems.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING
+from functools import cached_property
+from types import MappingProxyType
 
+from residualquant.config import KVQuantConfig, preset
 from residualquant.errors import ResidualQuantError
-from residualquant.evals.tasks import MODEL_OF_TASK, STANDS_FOR, TASKS
+from residualquant.evals.tasks import MODELS, STANDS_FOR, TASKS
+from residualquant.repro.labels import BENCHMARKS, BF16, FIGURE1_CONFIGS, LABELS, direct_of, lines
 
-if TYPE_CHECKING:
-    from residualquant.config import KVQuantConfig
+Place = tuple[str, str]  # (family of models, task)
+Plan = Mapping[Place, Mapping[KVQuantConfig, int]]  # the configurations measured there, and on how many problems
 
-# The four precisions of the paper's Table 2: bits per loop, and the group size of the 2-bit loops.
-PRECISIONS = (((2, 2, 2, 2), 32), ((2, 2, 2, 2), 16), ((2, 2, 2, 4), 32), ((2, 2, 2, 4), 16))
-METHODS = ("direct", "optr_h", "residual_ls", "residual_ls+optr_h")
-FIGURE1_STEPS = ("bf16", "direct_int2", "last_loop_residual", "ls_scaling", "rotation_optr_h", "mixed_precision")
-FIGURE1_TASK = "algebra"
-ROTATION = "hadamard"  # stands in for OptR-H until a calibrated rotation is there; every table says so
-
-
-@dataclass(frozen=True)
-class Method:
-    """One row of Table 2 by the paper's names: ``bf16`` or one of ``METHODS``, at one precision."""
-
-    name: str
-    bits: tuple[int, ...] = (16, 16, 16, 16)
-    group_size: int = 32
-    coefficient: str = "ls"
-
-    @property
-    def config(self) -> KVQuantConfig:
-        """The KV configuration; the paper's OptR-H rows get ``ROTATION``."""
-        from residualquant.config import KVQuantConfig, preset
-
-        if self.name == "bf16":
-            return preset("BF16")
-        return KVQuantConfig(
-            bits=self.bits,
-            group_size=self.group_size,
-            reference="last" if self.name.startswith("residual_ls") else "direct",
-            coefficient=self.coefficient,
-            rotation=ROTATION if self.name.endswith("optr_h") else "none",
-        )
-
-
-TABLE2 = (Method("bf16"), *(Method(name, bits, g) for bits, g in PRECISIONS for name in METHODS))
-_INT2, _INT24 = PRECISIONS[0], PRECISIONS[2]
-FIGURE1 = dict(
-    zip(
-        FIGURE1_STEPS,
-        (
-            Method("bf16"),
-            Method("direct", *_INT2),
-            Method("residual_ls", *_INT2, coefficient="unit"),
-            Method("residual_ls", *_INT2),
-            Method("residual_ls+optr_h", *_INT2),
-            Method("residual_ls+optr_h", *_INT24),
-        ),
-    )
-)
-_SMOKE = tuple(m for m in TABLE2 if m in FIGURE1.values())
+AT_FULL_SIZE = ("table2", "figure1_left")  # ``Profile.elsewhere`` limits the cells that only other labels need
 
 
 @dataclass(frozen=True)
 class Profile:
-    """Size, place and models of one run. ``problems`` gives n per task, ``models`` the checkpoint per task."""
+    """Size, place and models of one run.
+
+    Attributes:
+        problems: {family: {task: n}}, the most problems of a cell.
+        elsewhere: the most problems of a cell that neither Table 2 nor Figure 1 (left) needs; None: the same.
+        only: {(family, task): configurations}: nothing else is computed; None: everything.
+        calibration: texts to fit rotations with, held-out texts, and optimiser steps.
+        texts: problems of the analyses without generation (Table 1, Figure 3).
+        max_rows: most sequences decoded at once; the engine's own default when None.
+        models: {family: {task: checkpoint}}.
+        stands_for: {task: the paper's benchmark}.
+        cost: in words, where no run is committed.
+    """
 
     name: str
-    problems: Mapping[str, int]
-    methods: tuple[Method, ...] = TABLE2
+    problems: Mapping[str, Mapping[str, int]]
+    elsewhere: int | None = None
+    only: Mapping[Place, tuple[KVQuantConfig, ...]] | None = None
+    calibration: Mapping[str, int] = field(default_factory=lambda: {"fit": 128, "holdout": 128, "steps": 80})
+    texts: int = 512
     device: str = "cpu"
     max_rows: int | None = None
     seed: int = 0
-    models: Mapping[str, str] = field(default_factory=lambda: dict(MODEL_OF_TASK))
-    stands_for: Mapping[str, str] = field(default_factory=lambda: dict(STANDS_FOR))
+    models: Mapping[str, Mapping[str, str]] = field(default_factory=lambda: MODELS)
+    stands_for: Mapping[str, str] = field(default_factory=lambda: STANDS_FOR)
     cost: str = ""
 
-    @property
-    def tasks(self) -> tuple[str, ...]:
-        return tuple(self.problems)
+    def task_for(self, benchmark: str) -> str:
+        """The task that stands for one of the paper's benchmarks."""
+        return next(task for task, name in self.stands_for.items() if name == benchmark)
 
-    def methods_of(self, task: str) -> tuple[Method, ...]:
-        """Table 2's methods and, on the task of Figure 1 (left), those of its steps that Table 2 lacks."""
-        extra = [m for m in FIGURE1.values() if task == FIGURE1_TASK and m not in self.methods]
-        return (*self.methods, *extra)
+    def model_name(self, place: Place) -> str:
+        """Name of the model of (family, task), without its owner."""
+        family, task = place
+        return self.models[family][task].split("/")[-1]
+
+    @cached_property
+    def plan(self) -> Plan:
+        """Every cell of the profile and its number of problems: the largest that any label asks for."""
+        plan: dict[Place, dict[KVQuantConfig, int]] = {}
+        for label in LABELS:
+            for line in lines(label):
+                place = line.family, self.task_for(line.benchmark)
+                n = self.problems.get(line.family, {}).get(place[1], 0)
+                if label not in AT_FULL_SIZE:
+                    n = min(n, self.elsewhere or n)
+                if n and (self.only is None or line.config in self.only.get(place, ())):
+                    cells = plan.setdefault(place, {})
+                    cells[line.config] = max(n, cells.get(line.config, 0))
+        return MappingProxyType(plan)
+
+    def cells_of(self, labels: Iterable[str]) -> Plan:
+        """The part of the plan that ``labels`` show, with what their rows are tested against."""
+        wanted: dict[Place, set[KVQuantConfig]] = {}
+        for label in labels:
+            for line in lines(label):
+                place = line.family, self.task_for(line.benchmark)
+                wanted.setdefault(place, set()).update({line.config, direct_of(line.config), BF16})
+        part = {p: {c: n for c, n in cells.items() if c in wanted.get(p, ())} for p, cells in self.plan.items()}
+        return {place: cells for place, cells in part.items() if cells}
+
+    def describe(self) -> str:
+        """ "Ouro: words 200, …; Huginn: …; 218 cells": the profile's size in one line."""
+        sizes = (
+            f"{family.capitalize()}: {', '.join(f'{task} {n}' for task, n in tasks.items())}"
+            for family, tasks in self.problems.items()
+        )
+        most = f" (at most {self.elsewhere} beyond Table 2)" if self.elsewhere else ""
+        return f"{'; '.join(sizes)}{most}; {sum(map(len, self.plan.values()))} cells"
 
     def to_dict(self) -> dict:
-        return asdict(self)
+        return {**asdict(self), "only": None if self.only is None else sorted(map(repr, self.only.items()))}
 
-    def check(self) -> None:
-        """Whether this machine can run the profile.
+    def check(self, places: Iterable[Place] | None = None) -> None:
+        """Whether this machine can run the profile, or the ``places`` of it.
 
         Raises:
             ResidualQuantError: no GPU where the profile wants one, or models and benchmarks that are not here.
         """
         import torch
 
+        places = list(self.plan if places is None else places)
         lacks = []
         if self.device == "cuda" and not torch.cuda.is_available():
             lacks.append("a CUDA GPU (none is visible to torch)")
-        lacks += [_lack_of_model(m) for m in dict.fromkeys(self.models[t] for t in self.tasks)]
-        foreign = [t for t in self.tasks if t not in TASKS]
+        lacks += [_lack_of_model(m) for m in dict.fromkeys(self.models[family][task] for family, task in places)]
+        foreign = [task for task in dict.fromkeys(task for _, task in places) if task not in TASKS]
         if foreign:
             lacks.append(f"loaders for the benchmarks {', '.join(foreign)} (not in this version)")
         if lacks := [lack for lack in lacks if lack]:
@@ -120,11 +128,12 @@ def _lack_of_model(name: str) -> str:
     from residualquant.models.loading import HUB_REVISIONS
     from residualquant.repro.paths import models_dir, show
 
-    if name in HUB_REVISIONS:
+    if "/" in name:
         from huggingface_hub import try_to_load_from_cache
 
-        cached = try_to_load_from_cache(name, "config.json", revision=HUB_REVISIONS[name])
-        return "" if isinstance(cached, str) else f"the checkpoint {name} at revision {HUB_REVISIONS[name][:7]}"
+        revision = HUB_REVISIONS.get(name)
+        cached = try_to_load_from_cache(name, "config.json", revision=revision)
+        return "" if isinstance(cached, str) else f"the checkpoint {name} at revision {(revision or 'main')[:7]}"
     folder = models_dir() / name
     here = (folder / "config.json").is_file()
     return "" if here else f"the checkpoint {show(folder)} (`residualquant train` makes it)"
@@ -134,19 +143,50 @@ def _sizes(maths: int, code: int) -> dict[str, int]:
     return dict(zip(TASKS, (maths, maths, code, code)))
 
 
-_OURO = "ByteDance/Ouro-1.4B"
+def _smoke_cells() -> dict[Place, tuple[KVQuantConfig, ...]]:
+    """Figure 1's steps where it is measured, both calibrated rotations, and two cells of every other column."""
+    few = BF16, preset("INT2 g=32", reference="direct"), preset("INT2/4 g=32")
+    cells = {(family, task): few for family in ("ouro", "huginn") for task in TASKS}
+    cells["ouro", "algebra"] = (*FIGURE1_CONFIGS.values(), *few, preset("INT2 g=16", rotation="oscar"))
+    cells["huginn", "words"] = (*few, preset("INT2/4 g=32", loops=16))
+    return {place: tuple(dict.fromkeys(configs)) for place, configs in cells.items()}
+
+
+_PAPER_SIZES = {"gsm8k": 1319, "math500": 500, "humaneval": 164, "mbpp": 378}
 PROFILES = {
     p.name: p
     for p in (
-        Profile("smoke", _sizes(8, 8), methods=_SMOKE, cost="under 5 minutes on 2 CPU cores"),
-        Profile("mini", _sizes(200, 100), cost="about 40 minutes on 2 CPU cores"),
-        Profile("full", _sizes(800, 400), device="cuda", cost="about 5 minutes on one H200"),
+        Profile(
+            "smoke",
+            {"ouro": _sizes(8, 8), "huginn": _sizes(4, 4)},
+            only=_smoke_cells(),
+            calibration={"fit": 2, "holdout": 2, "steps": 2},
+            texts=4,
+            cost="under 8 minutes on 2 CPU cores",
+        ),
+        Profile(
+            "mini",
+            {"ouro": _sizes(200, 100), "huginn": _sizes(100, 100)},
+            elsewhere=100,
+            calibration={"fit": 64, "holdout": 32, "steps": 40},
+            texts=100,
+            cost="hours on 2 CPU cores",
+        ),
+        Profile(
+            "full",
+            {"ouro": _sizes(800, 400), "huginn": _sizes(200, 200)},
+            device="cuda",
+            cost="half an hour on one H200",
+        ),
         Profile(
             "paper",
-            {"gsm8k": 1319, "math500": 500, "humaneval": 164, "mbpp": 378},
+            {"ouro": _PAPER_SIZES, "huginn": _PAPER_SIZES},
             device="cuda",
-            models=dict.fromkeys(("gsm8k", "math500", "humaneval", "mbpp"), _OURO),
-            stands_for={b: b for b in ("gsm8k", "math500", "humaneval", "mbpp")},
+            models={
+                "ouro": dict.fromkeys(BENCHMARKS, "ByteDance/Ouro-1.4B"),
+                "huginn": dict.fromkeys(BENCHMARKS, "tomg-group-umd/huginn-0125"),
+            },
+            stands_for={b: b for b in BENCHMARKS},
             cost="declared; not runnable in this version",
         ),
     )

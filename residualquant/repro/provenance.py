@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 # What decides an answer, besides weights, problems, scorers and settings that are in the key themselves.
 METHOD_SOURCES = (
-    "affine.py", "attention.py", "cache.py", "config.py", "engine.py", "residual.py",
-    "models/base.py", "models/ouro.py", "rotation/__init__.py", "rotation/hadamard.py",
+    "affine.py", "attention.py", "batch.py", "cache.py", "config.py", "engine.py", "residual.py",
+    "models/base.py", "models/huginn.py", "models/ouro.py", "rotation/__init__.py", "rotation/hadamard.py",
 )  # fmt: skip
 _PACKAGES = ("torch", "numpy", "scipy", "pandas", "tokenizers", "safetensors", "evalplus", "math-verify")
 

@@ -6,7 +6,8 @@ A block lies between ``<!-- generated:NAME -->`` and ``<!-- /generated:NAME -->`
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,32 +22,54 @@ COMMITTED = ("mini", "full")
 _BLOCK = re.compile(r"(<!-- generated:(\w+) -->\n).*?(<!-- /generated:\2 -->)", re.DOTALL)
 
 
-def table2_block() -> str:
-    """The mini profile's Table 2, ours with the paper's in brackets."""
-    from residualquant.repro.tables import markdown, summary
+def accuracy_block(label: str) -> str:
+    """One accuracy table as the paper lays it out, of the largest profile measured; the paper's in brackets."""
+    from residualquant.repro.layouts import markdown, summary
+    from residualquant.repro.tables import table
 
-    return markdown(summary("mini"))
+    return _of_each(
+        (COMMITTED[-1], *COMMITTED[:-1]),
+        lambda profile: markdown(
+            summary(label, table(label, profile), table("table2_mean", profile) if label == "table2" else None)
+        ),
+        once=True,
+    )
+
+
+def analysis_block(label: str) -> str:
+    """Table 1 or a part of Figure 3, of the largest profile measured."""
+    from residualquant.repro.layouts import markdown
+    from residualquant.repro.tables import table
+
+    return _of_each((COMMITTED[-1], *COMMITTED[:-1]), lambda profile: markdown(table(label, profile)), once=True)
 
 
 def claims_block() -> str:
     """The paper's ordering claims with their verdicts, in every profile whose records are committed."""
     import pandas as pd
 
-    from residualquant.repro.tables import markdown
-    from residualquant.repro.verdicts import claims
+    from residualquant.repro.layouts import markdown
+    from residualquant.repro.tables import table
+    from residualquant.repro.verdicts import whole_claims
 
     columns = {}
-    for profile in _measured_profiles():
-        whole = (table := claims(profile))[table.comparison.str.startswith("all ")]
-        columns["Claim of the paper"] = whole.text
-        columns[f"`{profile}`"] = [f"{v} ({t})" for v, t in zip(whole.verdict, whole.test)]
+    for profile in COMMITTED:
+        whole = whole_claims(table("claims", profile))
+        columns["Claim of the paper"] = [f"({number}) {text}" for number, text in zip(whole.claim, whole.text)]
+        columns[f"`{profile}`"] = [_short(*row) for row in zip(whole.verdict, whole.comparisons)]
     return markdown(pd.DataFrame(columns))
 
 
+def _short(verdict: str, comparisons: str) -> str:
+    """ "reproduced (4 of 4)"; a claim without results says so in two words."""
+    found = re.match(r"(\d+ of \d+) comparisons reproduced", comparisons)
+    return f"{verdict} ({found[1]})" if found else verdict
+
+
 _ENDS = {
-    "BF16": ("bf16", "16"),
-    "Direct, INT2 g=32": ("direct", "2222 g32"),
-    "The full method, INT2/4 g=32": ("residual+rotation", "2224 g32"),
+    "BF16": ("BF16", "BF16"),
+    "Direct, INT2 g=32": ("direct", "INT2 g=32"),
+    "The full method, INT2/4 g=32": ("residual + OptR-H", "INT2/4 g=32"),
 }
 
 
@@ -54,14 +77,19 @@ def gap_block() -> str:
     """Mean accuracy over the tasks at both ends of the method, and the distance to BF16, the paper's beside ours."""
     import pandas as pd
 
-    from residualquant.repro.plots import with_keys
-    from residualquant.repro.tables import markdown, table2_mean
+    from residualquant.repro.layouts import markdown, with_words
+    from residualquant.repro.tables import table
 
-    columns = {"Mean of the tasks, % (against BF16)": list(_ENDS)}
-    for profile in _measured_profiles():
-        mean = with_keys(table2_mean(profile)).set_index(["method", "precision"])
-        columns |= {"Paper, Ouro-1.4B": _against_bf16(mean.paper_pct), f"`{profile}`": _against_bf16(mean.accuracy_pct)}
-    return markdown(pd.DataFrame(columns))
+    def of(profile: str) -> str:
+        columns: dict[str, list[str]] = {"Mean of the tasks, % (against BF16)": list(_ENDS)}
+        words = with_words(table("table2_mean", profile))
+        for model, name in (("ouro", "Ouro"), ("huginn", "Huginn")):
+            mean = words[words.model == model].set_index(["method", "precision"])
+            columns[f"{name}, paper"] = _against_bf16(mean.paper_pct)
+            columns[f"{name}, ours"] = _against_bf16(mean.accuracy_pct)
+        return markdown(pd.DataFrame(columns))
+
+    return _of_each(COMMITTED, of)
 
 
 def _against_bf16(accuracy: pd.Series) -> list[str]:
@@ -74,7 +102,7 @@ def profiles_block() -> str:
     import pandas as pd
 
     from residualquant.repro.cost import read_cost
-    from residualquant.repro.tables import markdown
+    from residualquant.repro.layouts import markdown
 
     rows = []
     for profile in PROFILES.values():
@@ -82,8 +110,7 @@ def profiles_block() -> str:
         rows.append(
             {
                 "Profile": f"`{profile.name}`",
-                "Problems": ", ".join(f"{task} {n}" for task, n in profile.problems.items()),
-                "Configurations": len(profile.methods),
+                "Problems per cell, and cells": profile.describe(),
                 "Time": f"{cost['seconds'] / 60:.1f} min" if cost else profile.cost,
                 "Measured on": cost["machine"] if cost else "–",
                 "Disk": f"{cost['bytes'] / 2**20:.1f} MiB" if cost else "–",
@@ -92,16 +119,26 @@ def profiles_block() -> str:
     return markdown(pd.DataFrame(rows))
 
 
+def _of_each(profiles: Sequence[str], make: Callable[[str], str], once: bool = False) -> str:
+    """What ``make`` gives for each profile, or for the first that is measured; a sentence where it was not measured."""
+    parts, missing = [], []
+    for profile in profiles:
+        try:
+            parts.append(f"Profile `{profile}`:\n\n{make(profile)}")
+        except ResidualQuantError:
+            missing.append(f"Not measured yet in `{profile}`: `make reproduce PROFILE={profile}` does it.")
+        if once and parts:
+            return parts[0]
+    return "\n\n".join([*parts, *(missing[:1] if once else missing)])
+
+
 BLOCKS: dict[str, Callable[[], str]] = {
-    "table2": table2_block,
+    **{label: partial(accuracy_block, label) for label in ("table2", "table3", "table4", "table5", "table8")},
+    "table1": partial(analysis_block, "table1"),
     "claims": claims_block,
     "gap": gap_block,
     "profiles": profiles_block,
 }
-
-
-def _measured_profiles() -> list[str]:
-    return [name for name in COMMITTED if paths.shipped_records_dir(name).is_dir()]
 
 
 def fill(text: str) -> str:

@@ -12,22 +12,21 @@ the method, device class, schema); ``provenance`` (who ran it, when, on what) li
 Answers are appended the moment they exist, scores in batches: a killed run loses neither. ``check`` is a checksum of
 its own line, so a half-written or edited line is found, reported and computed again, and spoils nothing else.
 A finished file is sorted, with the scores merged in, and compressed: ``<name>.jsonl`` while a run appends to it,
-``<name>.jsonl.gz`` afterwards. Here a file is always named by its plain name; where both exist (a run was killed, or
+``<name>.jsonl.xz`` afterwards. Here a file is always named by its plain name; where both exist (a run was killed, or
 goes on) the plain one counts. Running again changes no byte: the content is compared, not how it was compressed.
 
-The trade-off: a compressed file is about a seventh of its text, small enough to commit, but is expanded to be read
-(``zcat``) or compared by hand, and damage to it costs every answer behind the damaged place, not one line.
+The trade-off: a compressed file is a tenth to a twentieth of its text, small enough to commit, but is expanded to be
+read (``xzcat``) or compared by hand, and damage to it costs every answer behind the damaged place, not one line.
 """
 
 from __future__ import annotations
 
 import fcntl
 import functools
-import gzip
 import hashlib
 import json
+import lzma
 import os
-import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -35,7 +34,8 @@ from pathlib import Path
 from residualquant.errors import ResidualQuantError
 from residualquant.repro.paths import show, write_atomic
 
-SCHEMA = 1
+SCHEMA = 2
+FINISHED = ".xz"
 _START = b'{"c'  # of every line, keys being sorted
 
 
@@ -100,20 +100,21 @@ def _open_seal(raw: bytes) -> dict:
 
 
 def plain_name(path: Path) -> Path:
-    """``path`` without ``.gz``."""
+    """``path`` without ``.xz``."""
     path = Path(path)
-    return path.with_suffix("") if path.suffix == ".gz" else path
+    return path.with_suffix("") if path.suffix == FINISHED else path
 
 
 def finished_name(path: Path) -> Path:
-    """``path`` with ``.gz``: where the records named ``path`` lie once they are finished."""
+    """``path`` with ``.xz``: where the records named ``path`` lie once they are finished."""
     path = plain_name(path)
-    return path.with_name(f"{path.name}.gz")
+    return path.with_name(path.name + FINISHED)
 
 
 def list_records(folder: Path) -> list[Path]:
     """Sorted plain names of the records files in ``folder``, finished or not."""
-    return sorted({plain_name(file) for pattern in ("*.jsonl", "*.jsonl.gz") for file in Path(folder).glob(pattern)})
+    patterns = ("*.jsonl", f"*.jsonl{FINISHED}")
+    return sorted({plain_name(file) for pattern in patterns for file in Path(folder).glob(pattern)})
 
 
 def _read(path: Path) -> tuple[Path, bytes, bool]:
@@ -130,12 +131,12 @@ def _read(path: Path) -> tuple[Path, bytes, bool]:
 
 
 def _expand(data: bytes) -> tuple[bytes, bool]:
-    """The text in gzip ``data`` and True; of damaged data the whole lines that can still be had, and False."""
-    stream, parts = zlib.decompressobj(wbits=31), []
+    """The text in xz ``data`` and True; of damaged data the whole lines that can still be had, and False."""
+    stream, parts = lzma.LZMADecompressor(lzma.FORMAT_XZ), []
     try:
         for start in range(0, len(data), 4096):
             parts.append(stream.decompress(data[start : start + 4096]))
-    except zlib.error:
+    except (lzma.LZMAError, EOFError):
         pass
     text = b"".join(parts)
     if stream.eof and not stream.unused_data:
@@ -271,7 +272,7 @@ class Lock:
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            holder = os.read(self._file, 20).decode() or "unknown"
+            holder = os.read(self._file, 20).decode(errors="replace") or "unknown"
             os.close(self._file)
             if isinstance(error, BlockingIOError):
                 message = f"{show(self.target)} is being written by another run (process {holder}); wait for it to end"
@@ -285,6 +286,23 @@ class Lock:
     def __exit__(self, *exc) -> None:
         os.ftruncate(self._file, 0)
         os.close(self._file)
+
+    def holder(self) -> str | None:
+        """Id of the process that holds the lock at this moment; None where none does."""
+        try:
+            file = os.open(self.path, os.O_RDONLY)
+        except OSError:
+            return None
+        try:
+            if named := os.read(file, 20).decode(errors="replace"):  # a killed holder's name stays in the file
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return named
+        except OSError:
+            pass
+        finally:
+            os.close(file)
+        return None
 
 
 class Writer:
@@ -376,7 +394,7 @@ class Writer:
         content, finished = serialise(self.records, superseded), finished_name(self.path)
         changed = not finished.is_file() or _expand(finished.read_bytes()) != (content, True)
         if changed:
-            write_atomic(finished, gzip.compress(content, compresslevel=9, mtime=0))
+            write_atomic(finished, lzma.compress(content, preset=9))
         self._close()
         self.path.unlink(missing_ok=True)
         for short in superseded:

@@ -7,19 +7,15 @@ the same records give the same bytes. A section whose records are missing says s
 from __future__ import annotations
 
 import base64
-import html
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from residualquant.errors import ResidualQuantError
 from residualquant.repro import paths
-from residualquant.repro.markup import TABLE_CSS, cell_text, table_html
+from residualquant.repro.markup import TABLE_CSS, table_html
 from residualquant.repro.profiles import Profile, profile_of
-
-if TYPE_CHECKING:
-    import pandas as pd
+from residualquant.repro.tables import table
 
 TEMPLATE = Path(__file__).with_name("report.html")
 
@@ -60,95 +56,54 @@ class Card:
     text: str
 
 
-def accuracy_matrix(table: pd.DataFrame, mean: pd.DataFrame, profile: Profile) -> str:
-    """Table 2 as a grid: a row per configuration, a column per task and the mean; ours, its interval, the paper's.
-
-    A cell is the bluer the closer it is to BF16 on the same task (white: 50 points below).
-    """
-    import pandas as pd
-
-    from residualquant.repro.plots import benchmark_title
-    from residualquant.repro.tables import method_name
-
-    both = pd.concat([table, mean], ignore_index=True)
-    benchmarks = list(dict.fromkeys(both["benchmark"]))
-    top = both[both["effective_bits"] == 16].set_index("benchmark")["accuracy_pct"]
-    titles = [benchmark_title(b).replace(", standing for ", "<br>for ") if b != "mean" else "mean" for b in benchmarks]
-    head = "".join(f"<th>{t}</th>" for t in ("bits", *titles))
-    rows, before = [], None
-    for key, group in both.groupby(["config", "reference", "coefficient", "rotation"], sort=False, dropna=False):
-        cells = group.set_index("benchmark")
-        first = ' class="first"' if before not in (None, key[0]) else ""
-        before = key[0]
-        line = f'<td class="left bits">{key[0]}</td><td class="left">{html.escape(method_name(group.iloc[0]))}</td>'
-        line += f"<td>{group.iloc[0]['effective_bits']:.4g}</td>"
-        rows.append(f"<tr{first}>{line}{''.join(_accuracy_cell(cells.loc[b], top[b]) for b in benchmarks)}</tr>")
-    return (
-        '<div class="rq matrix"><table><thead><tr><th class="left">precision</th><th class="left">method</th>'
-        f"{head}</tr></thead><tbody>{''.join(rows)}</tbody></table></div>"
-    )
-
-
-def _accuracy_cell(row: pd.Series, bf16: float) -> str:
-    closeness = max(0.0, min(1.0, 1 - (bf16 - row["accuracy_pct"]) / 50))
-    paper = cell_text(row["paper_pct"], "paper_pct")
-    return (
-        f'<td style="background:rgba(127,185,221,{0.55 * closeness:.2f})"><b>{row["accuracy_pct"]:.1f}</b>'
-        f"<small>{row['ci_low']:.0f}–{row['ci_high']:.0f}, paper {paper}</small></td>"
-    )
-
-
 # ------------------------------------------------------------------------------------------------ sections
 
 
 def _claims(s: Section, profile: Profile) -> list[Card]:
-    from residualquant.repro.verdicts import claims
+    from residualquant.repro.verdicts import whole_claims
 
-    table = claims(profile)
-    whole = table[table["comparison"].str.startswith("all ")]
-    s.table(table_html(whole[["text", "verdict", "test"]].rename(columns={"text": "claim", "test": "comparisons"})))
-    columns = ["claim", "comparison", "n", "first_pct", "second_pct", "difference", "ci_low", "ci_high", "test", "p"]
-    columns += ["p_same", "paper_difference", "verdict"]
-    single = table[~table["comparison"].str.startswith("all ")]
-    s.folded("Every comparison", table_html(single[columns], new_block="claim"))
+    found = table("claims", profile)
+    whole, single = whole_claims(found), found[found["comparison"] != "all"]
+    s.table(table_html(whole))
+    columns = ["claim", "comparison", "n", "unit", "first", "second", "difference", "ci_low", "ci_high", "test", "p"]
+    columns += ["p_holm", "p_same", "paper_difference", "verdict"]
+    if len(single):
+        s.folded("Every comparison", table_html(single[columns], new_block="claim"))
     counts = whole["verdict"].value_counts()
     text = f"claims reproduced; {counts.get('undecided', 0)} undecided, {counts.get('not reproduced', 0)} not"
     return [Card(f"{counts.get('reproduced', 0)} of {len(whole)}", text)]
 
 
-def _table2(s: Section, profile: Profile) -> list[Card]:
-    from residualquant.repro.plots import with_keys
-    from residualquant.repro.tables import compare, table2, table2_mean
+def _accuracy(s: Section, profile: Profile) -> list[Card]:
+    from residualquant.repro.layouts import compare, summary, with_words
 
-    table, mean = table2(profile), table2_mean(profile)
-    s.table(
-        accuracy_matrix(table, mean, profile),
-        f"Accuracy in percent with its 95 % interval, and the paper's Ouro-1.4B. Problems per task: "
-        f"{', '.join(f'{task} {n}' for task, n in profile.problems.items())}.",
-    )
-    s.picture("table2", profile.name)
-    s.folded("Every cell: Paper, Ours, Δ, n, interval, verdict", table_html(compare(table), new_block="Task"))
-    found = with_keys(mean).set_index(["method", "precision"])
-    cards = [Card(f"{found.loc[('bf16', '16'), 'accuracy_pct']:.1f} %", "mean accuracy with a BF16 cache")]
-    for method, text in (("residual+rotation", "the full method"), ("direct", "direct INT2/4")):
-        if (key := (method, "2224 g32")) in found.index:
-            bits = found.loc[key, "effective_bits"]
-            cards.append(Card(f"{found.loc[key, 'accuracy_pct']:.1f} %", f"{text} at {bits:.1f} bits"))
+    found = table(s.label, profile)
+    mean = table("table2_mean", profile) if s.label == "table2" else None
+    sizes = ", ".join(map(str, sorted({int(n) for n in found["n"].dropna()}))) or "none here"
+    s.table(table_html(summary(s.label, found, mean)), f"Accuracy in percent, the paper's in brackets. n: {sizes}.")
+    s.picture(s.label, profile.name)
+    s.folded("Every cell: Paper, Ours, Δ, n, interval, verdict", table_html(compare(found), new_block="Task"))
+    if mean is None:
+        return []
+    words, cards = with_words(mean), []
+    for family, method, precision in (
+        ("ouro", "BF16", "BF16"), ("ouro", "residual + OptR-H", "INT2/4 g=32"), ("ouro", "direct", "INT2/4 g=32"),
+        ("huginn", "BF16", "BF16"), ("huginn", "residual + OptR-H", "INT2/4 g=32"),
+    ):  # fmt: skip
+        here = (words["model"] == family) & (words["method"] == method) & (words["precision"] == precision)
+        for accuracy in words[here]["accuracy_pct"].dropna():
+            cards.append(Card(f"{accuracy:.1f} %", f"{family.capitalize()}, mean of four tasks: {precision} {method}"))
     return cards
+
+
+def _analysis(s: Section, profile: Profile) -> list[Card]:
+    s.picture(s.label, profile.name)
+    s.table(table_html(table(s.label, profile)))
+    return []
 
 
 def _pareto(s: Section, profile: Profile) -> list[Card]:
     s.picture("pareto", profile.name)
-    return []
-
-
-def _figure1_left(s: Section, profile: Profile) -> list[Card]:
-    from residualquant.repro.tables import figure1_left
-
-    table = figure1_left(profile)
-    s.picture("figure1_left", profile.name)
-    columns = ["step", "config", "coefficient", "rotation", "effective_bits", "n", "accuracy_pct", "ci_low", "ci_high"]
-    s.table(table_html(table[[*columns, "p_vs_previous", "p_vs_bf16", "paper_pct"]]))
     return []
 
 
@@ -166,16 +121,16 @@ def _storage(s: Section, profile: Profile) -> list[Card]:
     from residualquant.layout import capacity_ratio, traffic_ratio
     from residualquant.repro.storage import accesses_table, bytes_table, reads_table, write_storage
 
-    table = write_storage(profile.name)
+    found = write_storage(profile.name)
     s.picture("storage", profile.name)
     s.table(table_html(bytes_table()), "One token and head, K or V, four loops, 128 channels.")
     s.table(table_html(reads_table()), "Read per decode step under each reference policy, INT2/4 g=32.")
     s.folded("Logical reads of a shared anchor and of a chain", table_html(accesses_table()))
-    s.folded(f"All {len(table)} numbers the paper prints", table_html(table, new_block="where"))
+    s.folded(f"All {len(found)} numbers the paper prints", table_html(found, new_block="where"))
     full = preset("INT2/4 g=32")
-    same = int((table["verdict"] == "reproduced").sum())
+    same = int((found["verdict"] == "reproduced").sum())
     return [
-        Card(f"{same} of {len(table)}", "printed bit, byte and read numbers reproduced exactly"),
+        Card(f"{same} of {len(found)}", "printed bit, byte and read numbers reproduced exactly"),
         Card(f"{capacity_ratio(full, 128):.2f}x", f"smaller than BF16; {traffic_ratio(full, 128):.2f}x less is read"),
     ]
 
@@ -189,26 +144,44 @@ def _made(s: Section, profile: Profile) -> list[Card]:
     return []
 
 
-_SURFACE_TEXT = "Post-RoPE keys over tokens and channels; one height and colour scale for all surfaces."
+_MINIS = (
+    "Small looped models on procedural tasks that stand for the paper's benchmarks. Another model on other tasks: "
+    "compare orders, not values."
+)
+_MATH500 = "On the Ouro-shaped model and the task that stands for MATH500. "
+_SURFACES = "Post-RoPE keys over tokens and channels; one height and colour scale for all surfaces."
 SECTIONS: dict[str, tuple[str, str, str, Callable[[Section, Profile], list[Card]]]] = {
     "claims": (
         "Claims", "What the paper claims about order",
-        "Judged on our own records, problem by problem: “better” by the exact McNemar test at 5 %, “not worse” by a "
-        "non-inferiority test with a margin of 3 points. Undecided: too few problems to tell.", _claims,
+        "Judged on our own results, problem by problem: “better” by the exact McNemar test, “not worse” by a "
+        "non-inferiority test with a margin of 3 points, at 5 % after Holm's correction. Undecided: too few problems.",
+        _claims,
     ),
-    "table2": (
-        "Table 2", "Table 2: accuracy of every cache configuration",
-        "Small looped models on four procedural tasks that stand for the paper's benchmarks. A Hadamard rotation "
-        "stands in the rows that are OptR-H in the paper. Another model on other tasks: compare orders, not values.",
-        _table2,
+    "table2": ("Table 2", "Table 2: direct and residual coding, with and without OptR-H", _MINIS, _accuracy),
+    "pareto": ("Pareto", "Accuracy against bits", "Every Table 2 configuration, mean of four tasks.", _pareto),
+    "figure1_left": ("Figure 1", "Figure 1 (left): one ingredient at a time", _MATH500, _accuracy),
+    "table3": ("Table 3", "Table 3: references and coefficients", _MATH500, _accuracy),
+    "table4": ("Table 4", "Table 4: rotations", _MATH500, _accuracy),
+    "table5": ("Table 5", "Table 5: bits per loop", _MATH500, _accuracy),
+    "table8": (
+        "Table 8", "Table 8: loops per group",
+        "On the Huginn-shaped model and the task that stands for GSM8K; direct rows are Table 2's.", _accuracy,
     ),
-    "pareto": ("Pareto", "Accuracy against bits", "Every Table 2 configuration, mean of the four tasks.", _pareto),
-    "figure1_left": (
-        "Figure 1", "Figure 1 (left): one ingredient at a time",
-        "From direct INT2 to the full method, on the task that stands for MATH500.", _figure1_left,
+    "table9": ("Table 9", "Table 9: every reference, coefficient and rotation", _MATH500, _accuracy),
+    "table1": (
+        "Table 1", "Table 1: what the reference leaves of the keys",
+        "Error of reconstructed keys over their energy, INT2 g=32, alpha = 1, no rotation; nothing is generated.",
+        _analysis,
     ),
-    "figure2": ("Figure 2", "Figure 2: what one loop says about the next", _SURFACE_TEXT, _surfaces),
-    "figure5": ("Figure 5", "Figure 5: every loop against the last", _SURFACE_TEXT, _surfaces),
+    "figure2": ("Figure 2", "Figure 2: what one loop says about the next", _SURFACES, _surfaces),
+    "figure3_middle": (
+        "Fig. 3 middle", "Figure 3 (middle): norms across loops", "Mean norm of post-RoPE K and of V.", _analysis
+    ),
+    "figure3_right": (
+        "Fig. 3 right", "Figure 3 (right): what least squares takes off the prediction error",
+        "Mean squared distance of a loop's keys from the coded last loop, before any residual is coded.", _analysis,
+    ),
+    "figure5": ("Figure 5", "Figure 5: every loop against the last", _SURFACES, _surfaces),
     "storage": (
         "Storage", "Bits, bytes and reads",
         "Analytic: nothing is measured here. Each number is computed from the configuration and rounded as the paper "
@@ -238,7 +211,7 @@ def write_report(profile: str | Profile = "mini") -> Path:
         except ResidualQuantError as error:
             section.missing, section.parts = str(error), []
         sections.append(section)
-    models = " and ".join(dict.fromkeys(profile.models[task].split("/")[-1] for task in profile.tasks))
+    models = ", ".join(dict.fromkeys(map(profile.model_name, profile.plan)))
     page = jinja2.Environment(autoescape=True).from_string(TEMPLATE.read_text()).render(
         profile=profile.name, version=__version__, table_css=TABLE_CSS, cards=cards, sections=sections,
         subtitle=f"KV cache quantisation for looped transformers with 2-bit residuals, measured on {models}: profile "

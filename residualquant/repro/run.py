@@ -14,7 +14,6 @@ Models run in this process, with progress bars; then the notebooks run and find 
 from __future__ import annotations
 
 import hashlib
-import importlib
 import json
 import shutil
 import time
@@ -44,6 +43,11 @@ def marker_path(profile: str) -> Path:
     return paths.data_dir(profile) / ".run.json"
 
 
+def run_lock(profile: str) -> Lock:
+    """What the one process that runs the profile holds."""
+    return Lock(paths.data_dir(profile) / "run")
+
+
 def read_marker(profile: str) -> dict:
     """What is known of the profile's last run: {"state": "never" | "starting" | "running" | "finished", ...}."""
     try:
@@ -63,7 +67,8 @@ def _write_marker(profile: str, **content) -> None:
 def fingerprint(profile: Profile) -> str:
     """Hash of what a finished run depends on: the profile, the package, the notebooks, the models, the paper."""
     digest = hashlib.sha256(json.dumps([profile.to_dict(), package_hash()], sort_keys=True, default=str).encode())
-    folders = [paths.models_dir() / m for m in sorted(set(profile.models.values()))]
+    names = {profile.models[family][task] for family, task in profile.plan}
+    folders = [paths.models_dir() / name for name in sorted(names)]
     for folder in (*folders, paths.notebooks_dir(), paths.paper_dir()):
         for file in sorted(folder.glob("*")):
             if file.is_file():
@@ -73,9 +78,7 @@ def fingerprint(profile: Profile) -> str:
 
 def _outputs(profile: str) -> dict[str, str]:
     """{path: sha256} of every file of the profile under data/ and figures/, hidden ones left out."""
-    return {
-        paths.show(file): hashlib.sha256(file.read_bytes()).hexdigest() for file in paths.visible_outputs(profile)
-    }
+    return {paths.show(file): hashlib.sha256(file.read_bytes()).hexdigest() for file in paths.visible_outputs(profile)}
 
 
 def reproduce(profile: str | Profile = "mini", fresh: bool = False, log: Log = print) -> None:
@@ -89,7 +92,7 @@ def reproduce(profile: str | Profile = "mini", fresh: bool = False, log: Log = p
     from residualquant.repro.report import write_report
 
     profile = profile_of(profile)
-    with Lock(paths.data_dir(profile.name) / "run"):
+    with run_lock(profile.name):
         marker, now = read_marker(profile.name), fingerprint(profile)
         if not fresh and _is_up_to_date(marker, now, profile.name):
             log(f"{profile.name} is up to date (finished {marker['finished']}); FRESH=1 computes it again")
@@ -154,28 +157,19 @@ def _now() -> str:
 # ------------------------------------------------------------------------------------ regenerate from records
 
 
-# label -> the public function that writes data/<profile>/<label>.csv, as "module.function" of this package
-TABLES = {
-    "storage": "storage.write_storage",
-    "table2": "tables.table2",
-    "table2_mean": "tables.table2_mean",
-    "figure1_left": "tables.figure1_left",
-    "claims": "verdicts.claims",
-}
-
-
-def make_tables(profile: str | Profile = "mini", labels: Sequence[str] = (), log: Log = print) -> None:
-    """Write the CSVs of ``labels`` (all when empty) from the records; no model runs.
+def make_tables(
+    profile: str | Profile = "mini", labels: Sequence[str] = (), compute: bool = False, log: Log = print
+) -> None:
+    """Write the CSVs of ``labels`` (all when empty) from the records; no model runs unless ``compute`` is given.
 
     Raises:
         ValueError: an unknown label.
-        ResidualQuantError: records are missing or damaged.
+        ResidualQuantError: records of a label asked for are missing or damaged; without ``labels`` that is logged only.
     """
+    from residualquant.repro.tables import TABLES, table
+
     name = profile_of(profile).name
-    for label in _known(labels, TABLES, "table"):
-        module, function = TABLES[label].split(".")
-        getattr(importlib.import_module(f"residualquant.repro.{module}"), function)(name)
-        log(paths.show(paths.data_dir(name) / f"{label}.csv"))
+    _make(labels, TABLES, "table", lambda label: table(label, name, compute), paths.data_dir(name), ".csv", log)
 
 
 def make_figures(profile: str | Profile = "mini", labels: Sequence[str] = (), log: Log = print) -> None:
@@ -183,26 +177,38 @@ def make_figures(profile: str | Profile = "mini", labels: Sequence[str] = (), lo
 
     Raises:
         ValueError: an unknown label.
-        ResidualQuantError: records are missing or damaged.
+        ResidualQuantError: records of a label asked for are missing or damaged; without ``labels`` that is logged only.
     """
     from residualquant.repro.figures import FIGURES, figure
 
     name = profile_of(profile).name
-    for label in _known(labels, FIGURES, "figure"):
-        figure(label, name)
-        log(paths.show(paths.figures_dir(name) / f"{label}.png"))
+    _make(labels, FIGURES, "figure", lambda label: figure(label, name), paths.figures_dir(name), ".png", log)
 
 
-def _known(labels: Sequence[str], known: Iterable[str], kind: str) -> list[str]:
+def _make(
+    labels: Sequence[str],
+    known: Iterable[str],
+    kind: str,
+    make: Callable[[str], object],
+    folder: Path,
+    suffix: str,
+    log: Log,
+) -> None:
     if unknown := [label for label in labels if label not in known]:
         raise ValueError(f"no {kind} {unknown[0]!r}; known: {', '.join(known)}")
-    return list(labels or known)
+    for label in labels or known:
+        try:
+            make(label)
+            log(paths.show(folder / f"{label}{suffix}"))
+        except ResidualQuantError as error:
+            if labels:
+                raise
+            log(f"{kind} {label} left out: {error}")
 
 
 # ------------------------------------------------------------------------------------ compare with committed
 
-_WHAT = ["step", "model", "benchmark", "config", "bits_per_loop"]
-_ROW_KEY = [*_WHAT, "group_size", "reference", "coefficient", "rotation"]
+_ROW_KEY = ["step", "model", "benchmark", "bits_per_loop", "group_size", "reference", "coefficient", "rotation"]
 
 
 def compare_with_committed(profile: str) -> list[str]:
@@ -242,6 +248,7 @@ def _compare_file(committed: Path, ours: Path) -> str:
         raise ResidualQuantError(f"{paths.show(committed)} could not be read: {error}") from error
     if "accuracy_pct" not in new.columns or "accuracy_pct" not in old.columns:
         return f"{ours.name}: differs from the committed file"
+    old, new = (rows.dropna(subset=["accuracy_pct"]) for rows in (old, new))
     key = [name for name in _ROW_KEY if name in new.columns and name in old.columns]
     both = new.merge(old, on=key, suffixes=("", "_old"))
     same = (both.correct == both.correct_old) & (both.n == both.n_old)

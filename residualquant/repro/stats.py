@@ -3,7 +3,8 @@
 * ``wilson``: the interval of one accuracy.
 * ``mcnemar_exact``: two-sided test that two methods solve equally many of the same problems.
 * ``paired_difference``: the interval of a difference of accuracies; ``tost``: "the same, within 3 points".
-* ``mean_interval``: the interval of an equal-weight mean over tasks.
+* ``mean_interval``: the interval of an equal-weight mean over tasks; ``bootstrap_mean``: of a mean of other numbers.
+* ``holm``: p-values of several tests that belong together.
 
 A ``Pair`` counts, over the problems both methods answered, those only the first solved (b) and only the second (c).
 The paired interval adds half a count to each of the four cells (Agresti & Min, Statistics in Medicine 2005), so that
@@ -64,6 +65,34 @@ def mcnemar_exact(*pairs: Pair) -> float:
 
     first, second = sum(p.only_first for p in pairs), sum(p.only_second for p in pairs)
     return float(binomtest(first, first + second).pvalue) if first + second else 1.0
+
+
+def holm(p_values: Sequence[float]) -> list[float]:
+    """p-values of several tests corrected after Holm (1979), in the order given."""
+    order = sorted(range(len(p_values)), key=p_values.__getitem__)
+    corrected, largest = [0.0] * len(p_values), 0.0
+    for rank, index in enumerate(order):
+        largest = max(largest, min(1.0, (len(order) - rank) * p_values[index]))
+        corrected[index] = largest
+    return corrected
+
+
+def bootstrap_mean(
+    values: Sequence[float], confidence: float = 0.95, draws: int = 2000, seed: int = 0
+) -> tuple[float, float, float]:
+    """(mean, low, high) of ``values``: the percentile interval over ``draws`` resamples, the same for the same seed.
+
+    Raises:
+        ValueError: no values.
+    """
+    import numpy as np
+
+    if not len(values):
+        raise ValueError("the mean of no values was asked for")
+    data = np.asarray(values, dtype=float)
+    means = data[np.random.default_rng(seed).integers(len(data), size=(draws, len(data)))].mean(axis=1)
+    low, high = np.quantile(means, [(1 - confidence) / 2, (1 + confidence) / 2])
+    return float(data.mean()), float(low), float(high)
 
 
 def _adjusted(pairs: Sequence[Pair]) -> tuple[float, float]:

@@ -7,13 +7,14 @@ counts the bytes that come out.
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Callable, Iterator
 from decimal import ROUND_HALF_UP, Decimal
 from typing import TYPE_CHECKING
 
 from residualquant import layout
 from residualquant.config import KVQuantConfig, preset
+from residualquant.repro.labels import lines
+from residualquant.repro.paper import printed
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -22,14 +23,6 @@ OURO_DIM, HUGINN_DIM, HUGINN_LOOPS = 128, 96, 32
 COLUMNS = ["label", "where", "unit", "bits_per_loop", "group_sizes", "paper", "ours", "exact", "verdict"]
 # App. J: share of the tokens that keep 4, 3 and 2 loops of prefill K/V in the combination with FlashLoop.
 KEPT_LOOPS = {4: 0.10, 3: 0.15, 2: 0.75}
-
-
-def printed(label: str) -> list[dict[str, str]]:
-    """The paper's numbers of one label as printed, every cell as text so that no digit is lost."""
-    from residualquant.repro.paths import paper_dir
-
-    with (paper_dir() / f"{label}.csv").open(newline="") as file:
-        return list(csv.DictReader(file))
 
 
 def round_as(value: float, paper: str) -> str:
@@ -55,11 +48,6 @@ def _row(label: str, where: str, unit: str, paper: str, exact: float, cfg: KVQua
 def _runs(values) -> str:
     values = [str(v) for v in values]
     return ",".join(values) if len(values) <= 4 else f"{len(values) - 1}x{values[0]},{values[-1]}"
-
-
-def bits_of(text: str) -> tuple[int, ...]:
-    """(2, 2, 2, 4) from "2,2,2,4"."""
-    return tuple(int(b) for b in text.split(","))
 
 
 def _saved_pct(cfg: KVQuantConfig, head_dim: int) -> float:
@@ -122,43 +110,30 @@ def _place(where: str) -> str:
 
 
 def _table5_rows() -> Iterator[dict]:
-    for line in printed("table5"):
-        cfg = KVQuantConfig(
-            bits=bits_of(line["bits_per_loop"]),
-            group_size=int(line["int2_group_size"] or 32),
-            reference="direct" if line["method"] == "direct" else "last",
-        )
-        rotation = "OptR-H" if line["rotation"] == "optr_h" else "no rotation"
-        method = "direct" if line["method"] == "direct" else "residual LS, last"
-        label = f"effective bits, [{line['bits_per_loop']}], {method}, {rotation}"
-        yield _row(label, "Table 5", "bits/element", line["effective_bits"], cfg.effective_bits(OURO_DIM), cfg)
+    for row, line in zip(printed("table5"), lines("table5")[1:]):  # less the BF16 baseline
+        method = "direct" if row["method"] == "direct" else "residual LS, last"
+        label = f"effective bits, [{row['bits_per_loop']}], {method}, {_rotation(row)}"
+        yield _effective(label, "Table 5", row, line.config, OURO_DIM)
 
 
 def _table8_rows() -> Iterator[dict]:
-    for line in printed("table8"):
-        if not line["loops_per_group"]:
-            cfg, label = preset("BF16"), "effective bits, Huginn, BF16"
-        else:
-            loops, g = int(line["loops_per_group"]), int(line["int2_group_size"])
-            cfg = preset(f"INT2/4 g={g}", loops=loops)
-            rotation = "OptR-H" if line["rotation"] == "optr_h" else "no rotation"
-            label = f"effective bits, Huginn, groups of {loops} loops, {rotation}"
-        yield _row(label, "Table 8", "bits/element", line["effective_bits"], cfg.effective_bits(HUGINN_DIM), cfg)
+    for row, line in zip(printed("table8"), lines("table8")):
+        kind = f"groups of {row['loops_per_group']} loops, {_rotation(row)}" if row["loops_per_group"] else "BF16"
+        yield _effective(f"effective bits, Huginn, {kind}", "Table 8", row, line.config, HUGINN_DIM)
 
 
 def _figure1_rows() -> Iterator[dict]:
-    int2 = preset("INT2 g=32")
-    configs = {
-        "bf16": preset("BF16"),
-        "direct_int2": preset("INT2 g=32", reference="direct"),
-        "last_loop_residual": preset("INT2 g=32", coefficient="unit"),
-        "ls_scaling": int2,
-        "rotation_optr_h": int2,
-        "mixed_precision": preset("INT2/4 g=32"),
-    }
-    for line in printed("figure1_left"):
-        cfg, label = configs[line["step"]], f"effective bits, step {line['step'].replace('_', ' ')}"
-        yield _row(label, "Figure 1", "bits/element", line["effective_bits"], cfg.effective_bits(OURO_DIM), cfg)
+    for row, line in zip(printed("figure1_left"), lines("figure1_left")):
+        label = f"effective bits, step {row['step'].replace('_', ' ')}"
+        yield _effective(label, "Figure 1", row, line.config, OURO_DIM)
+
+
+def _rotation(row: dict[str, str]) -> str:
+    return "OptR-H" if row["rotation"] == "optr_h" else "no rotation"
+
+
+def _effective(label: str, where: str, row: dict[str, str], cfg: KVQuantConfig, head_dim: int) -> dict:
+    return _row(label, where, "bits/element", row["effective_bits"], cfg.effective_bits(head_dim), cfg)
 
 
 def kept_loops_bits(cfg: KVQuantConfig, head_dim: int = OURO_DIM) -> float:

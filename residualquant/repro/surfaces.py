@@ -30,8 +30,9 @@ def _surface(axis: Axes3D, values: Tensor, norm: Normalize, height: float, title
     tokens, channels = values.shape
     z = pool_peaks(values, MOST_TOKENS, MOST_CHANNELS).numpy()
     x, y = np.meshgrid(np.linspace(1, channels, z.shape[1]), np.linspace(1, tokens, z.shape[0]))
-    axis.plot_surface(x, y, z, cmap=COLOURS, norm=norm, rstride=1, cstride=1, linewidth=0, antialiased=False,
-                      rasterized=True)
+    axis.plot_surface(
+        x, y, z, cmap=COLOURS, norm=norm, rstride=1, cstride=1, linewidth=0, antialiased=False, rasterized=True
+    )
     axis.set_facecolor("none")
     axis.set_zlim(0, height)
     axis.set_xlim(1, channels)

@@ -1,11 +1,15 @@
-"""Tables of measured accuracy: ``table2``, ``table2_mean`` and ``figure1_left``, each a DataFrame and a CSV.
+"""Tables of measured accuracy: one row per line of the paper's table, a DataFrame and a CSV under ``data/<profile>/``.
 
-Every function takes ``profile`` (a name or a Profile) and ``compute``: False reads the committed records and runs no
-model; True first computes the answers that are missing. Either way the same CSV is written under ``data/<profile>/``.
+``table(label, profile, compute)`` makes any of them: with ``compute`` the answers that are missing are computed first,
+without it the records are read and no model runs. Rows that a profile does not measure hold NaN.
 
-Rows that are OptR-H in the paper are measured with a Hadamard rotation, and the ``rotation`` column says so.
-``p_*`` are exact McNemar tests on the same problems. The mean over tasks weighs each task equally; its interval
-combines the tasks' Wilson intervals (``stats.mean_interval``), its tests pool the discordant problems of all tasks.
+Columns: model, benchmark (our task, or the paper's benchmark), stands_for, config, bits_per_loop, group_size,
+reference, coefficient, rotation, effective_bits (App. A.3: of the loops), model_bits (with the layers that are not
+looped), n, correct, accuracy_pct, ci_low, ci_high (Wilson, 95 %), paper_pct, delta_pct, p_vs_direct (same bits and
+group size, no rotation), p_vs_bf16; ``figure1_left`` begins with step and ends with p_vs_previous (the step above).
+
+``p_*`` are exact McNemar tests on the same problems. A mean weighs each task equally; its interval combines the tasks'
+Wilson intervals (``stats.mean_interval``), its tests pool the discordant problems of all tasks.
 """
 
 from __future__ import annotations
@@ -13,71 +17,62 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from residualquant.repro import paper, paths
+from residualquant.config import KVQuantConfig
+from residualquant.layout import model_effective_bits
+from residualquant.models.base import KVShape
+from residualquant.repro import paths
 from residualquant.repro.cells import Cells, compute_cells, read_cells
-from residualquant.repro.profiles import FIGURE1, FIGURE1_TASK, Method, Profile, profile_of
+from residualquant.repro.labels import BF16, FAMILIES, LABELS, Line, direct_of, lines
+from residualquant.repro.profiles import Place, Profile, profile_of
 from residualquant.repro.records import Cell
 from residualquant.repro.stats import Pair, mcnemar_exact, mean_interval, wilson
 
 if TYPE_CHECKING:
     import pandas as pd
 
-BF16 = Method("bf16")
 NONE = float("nan")
+HEAD_DIM = {"ouro": 128, "huginn": 96}
 
 
-def table2(profile: str | Profile = "mini", compute: bool = False) -> pd.DataFrame:
-    """Table 2: every method of the profile on every task, with intervals and paired tests; ``table2.csv``.
-
-    Columns: model, benchmark, config, bits_per_loop, group_size, reference, coefficient, rotation, effective_bits, n,
-    correct, accuracy_pct, ci_low, ci_high (Wilson, 95 %), p_vs_direct (same bits and group size, no rotation),
-    p_vs_bf16, paper_pct (Ouro-1.4B on the benchmark that the task stands for).
+def accuracy_table(label: str, profile: str | Profile = "mini", compute: bool = False) -> pd.DataFrame:
+    """One of ``LABELS`` in the columns of the module's text, also written to ``data/<profile>/<label>.csv``.
 
     Raises:
+        ValueError: not one of ``LABELS``.
         ResidualQuantError: answers are missing and ``compute`` is False, or they cannot be computed here.
     """
-    profile = profile_of(profile)
+    profile, wanted = profile_of(profile), lines(label)
     if compute:
-        compute_cells(profile)
-    cells = read_cells(profile)
-    rows = [_row(profile, cells, (task,), method) for task in profile.tasks for method in profile.methods]
-    return write_table("table2", rows, profile)
+        compute_cells(profile, [label])
+    cells, rows, previous = read_cells(profile, [label]), [], None
+    for line in wanted:
+        row = _row(profile, cells, [line])
+        if label == "figure1_left":
+            row = {"step": line.step} | row | {"p_vs_previous": _p(profile, cells, [line], previous)}
+            previous = None if line.config == BF16 else line.config
+        rows.append(row)
+    return write_table(label, rows, profile)
 
 
 def table2_mean(profile: str | Profile = "mini", compute: bool = False) -> pd.DataFrame:
-    """Table 2's mean over the tasks, one row per method, in the columns of ``table2``; ``table2_mean.csv``.
+    """Table 2's means, in the same columns: of each family's four tasks, then of all eight; ``table2_mean.csv``.
 
-    ``paper_pct`` is the mean of the paper's Ouro-1.4B over the benchmarks that the tasks stand for.
+    A mean is of all its tasks or absent.
+
+    Raises:
+        ResidualQuantError: as for :func:`accuracy_table`.
     """
     profile = profile_of(profile)
     if compute:
-        compute_cells(profile)
-    cells = read_cells(profile)
-    return write_table("table2_mean", [_row(profile, cells, profile.tasks, m) for m in profile.methods], profile)
-
-
-def figure1_left(profile: str | Profile = "mini", compute: bool = False) -> pd.DataFrame:
-    """Figure 1 (left): from direct INT2 to the full method, one ingredient at a time; ``figure1_left.csv``.
-
-    Columns: step, then those of ``table2``, with ``p_vs_previous`` (the step above) in place of ``p_vs_direct``.
-    Measured on the task that stands for MATH500.
-    """
-    profile = profile_of(profile)
-    steps = list(FIGURE1.values())
-    if compute:
-        compute_cells(profile, steps, [FIGURE1_TASK])
-    cells = read_cells(profile, steps, [FIGURE1_TASK])
-    printed = paper.read_paper("figure1_left").set_index("step").math500_pct
-    rows, previous = [], None
-    for step, method in FIGURE1.items():
-        row = {"step": step} | _row(profile, cells, (FIGURE1_TASK,), method)
-        row["p_vs_direct"] = _p(cells, (FIGURE1_TASK,), method, previous)
-        rows.append(row | {"paper_pct": printed[step]})
-        previous = method if step != "bf16" else None
-    return write_table("figure1_left", [{_RENAMED.get(k, k): v for k, v in row.items()} for row in rows], profile)
-
-
-_RENAMED = {"p_vs_direct": "p_vs_previous"}
+        compute_cells(profile, ["table2"])
+    cells, rows = read_cells(profile, ["table2"]), []
+    for families in ((FAMILIES[0],), (FAMILIES[1],), FAMILIES):
+        grouped: dict[KVQuantConfig, list[Line]] = {}
+        for line in lines("table2"):
+            if line.family in families:
+                grouped.setdefault(line.config, []).append(line)
+        rows += [_row(profile, cells, group) for group in grouped.values()]
+    return write_table("table2_mean", rows, profile)
 
 
 def write_table(label: str, rows: Sequence[dict], profile: Profile) -> pd.DataFrame:
@@ -85,150 +80,141 @@ def write_table(label: str, rows: Sequence[dict], profile: Profile) -> pd.DataFr
     import pandas as pd
 
     table = pd.DataFrame(rows)
-    if "group_size" in table:
-        table["group_size"] = table["group_size"].astype("Int64")  # whole numbers, although BF16 has none
+    for name in ("group_size", "n", "correct"):  # whole numbers, although some rows have none
+        if name in table:
+            table[name] = table[name].astype("Int64")
     paths.write_atomic(paths.data_dir(profile.name) / f"{label}.csv", table.to_csv(index=False, lineterminator="\n"))
     return table
 
 
-def pair_of(cells: Cells, task: str, first: Method, second: Method) -> Pair:
-    """The paired counts of two methods on one task."""
-    return Pair.of(cells[task, first].correct, cells[task, second].correct)
+# ------------------------------------------------------------------------------------------------ rows
 
 
-def _p(cells: Cells, tasks: Sequence[str], method: Method, other: Method | None) -> float:
-    if other is None or other == method or any((task, other) not in cells for task in tasks):
+def place_of(profile: Profile, line: Line) -> Place:
+    """(family, task) on which the profile measures a line."""
+    return line.family, profile.task_for(line.benchmark)
+
+
+def pair_of(cells: Cells, place: Place, first: KVQuantConfig, second: KVQuantConfig) -> Pair:
+    """The paired counts of two configurations on one task."""
+    return Pair.of(cells[*place, first].correct, cells[*place, second].correct)
+
+
+def _p(profile: Profile, cells: Cells, group: Sequence[Line], other: KVQuantConfig | None) -> float:
+    config, places = group[0].config, [place_of(profile, line) for line in group]
+    if other in (None, config) or any((*p, c) not in cells for p in places for c in (config, other)):
         return NONE
-    return float(f"{mcnemar_exact(*(pair_of(cells, task, method, other) for task in tasks)):.4g}")
+    return float(f"{mcnemar_exact(*(pair_of(cells, place, config, other) for place in places)):.4g}")
 
 
-def _row(profile: Profile, cells: Cells, tasks: Sequence[str], method: Method) -> dict:
-    """One row of a table, over one task or (equal weights) the mean of several."""
-    config, several = method.config, len(tasks) > 1
-    counts = [_counts(cells[task, method]) for task in tasks]
-    if several:
-        mean, low, high = mean_interval(counts)
-    else:
-        mean, (low, high) = counts[0][0] / counts[0][1], wilson(*counts[0])
-    is_bf16 = method == BF16
+def _row(profile: Profile, cells: Cells, group: Sequence[Line]) -> dict:
+    """One row: a line, or the equal-weight mean of several lines of one configuration."""
+    config, is_bf16 = group[0].config, group[0].config == BF16
+    found = [cells.get((*place_of(profile, line), config)) for line in group]
+    bits = [_bits(line, cell) for line, cell in zip(group, found)]
+    paper = sum(line.paper_pct for line in group) / len(group)
+    measured = _measured(found)
     return {
-        "model": "mean" if several else profile.models[tasks[0]].split("/")[-1],
-        "benchmark": "mean" if several else tasks[0],
+        **_where(profile, group),
         "config": config.label,
         "bits_per_loop": ",".join(map(str, config.bits)),
-        "group_size": NONE if is_bf16 else config.group_size,
+        "group_size": None if is_bf16 else config.group_size,
         "reference": "none" if is_bf16 else config.reference,
         "coefficient": "none" if is_bf16 or config.reference == "direct" else config.coefficient,
         "rotation": config.rotation,
-        "effective_bits": config.effective_bits(cells[tasks[0], method].identity["kv_shape"]["head_dim"]),
+        "effective_bits": round(sum(core for core, _ in bits) / len(bits), 6),
+        "model_bits": round(sum(model for _, model in bits) / len(bits), 6),
+        **measured,
+        "paper_pct": round(paper, 4),
+        "delta_pct": round(measured["accuracy_pct"] - paper, 4),
+        "p_vs_direct": NONE if is_bf16 else _p(profile, cells, group, direct_of(config)),
+        "p_vs_bf16": _p(profile, cells, group, BF16),
+    }
+
+
+def _where(profile: Profile, group: Sequence[Line]) -> dict:
+    if len(group) == 1:
+        place = place_of(profile, group[0])
+        return {"model": profile.model_name(place), "benchmark": place[1], "stands_for": group[0].benchmark}
+    families = list(dict.fromkeys(line.family for line in group))
+    return {"model": families[0] if len(families) == 1 else "all", "benchmark": "mean", "stands_for": "mean"}
+
+
+def _bits(line: Line, cell: Cell | None) -> tuple[float, float]:
+    """Effective bits of the looped layers, and of the whole model where it has others (needs a measured cell)."""
+    if cell is None:
+        return line.config.effective_bits(HEAD_DIM[line.family]), NONE
+    shape, edge = KVShape(**cell.identity["kv_shape"]), cell.identity["edge_shape"]
+    edge_layers = 0 if edge is None else edge["layers"]
+    return line.config.effective_bits(shape.head_dim), model_effective_bits(line.config, shape, edge_layers)
+
+
+def _measured(found: Sequence[Cell | None]) -> dict:
+    if None in found:
+        return {"n": None, "correct": None, "accuracy_pct": NONE, "ci_low": NONE, "ci_high": NONE}
+    counts = [(sum(cell.correct.values()), len(cell.correct)) for cell in found]
+    mean, low, high = (counts[0][0] / counts[0][1], *wilson(*counts[0])) if len(counts) == 1 else mean_interval(counts)
+    return {
         "n": sum(n for _, n in counts),
         "correct": sum(correct for correct, _ in counts),
         "accuracy_pct": _percent(mean),
         "ci_low": _percent(low),
         "ci_high": _percent(high),
-        "p_vs_direct": NONE if is_bf16 else _p(cells, tasks, method, Method("direct", method.bits, method.group_size)),
-        "p_vs_bf16": _p(cells, tasks, method, BF16),
-        "paper_pct": paper_accuracy(profile, tasks, method),
     }
-
-
-def _counts(cell: Cell) -> tuple[int, int]:
-    return sum(cell.correct.values()), len(cell.correct)
 
 
 def _percent(fraction: float) -> float:
     return round(100 * fraction, 4)
 
 
-def paper_accuracy(profile: Profile, tasks: Sequence[str], method: Method) -> float:
-    """The paper's accuracy (%) of a Table 2 method, averaged over what ``tasks`` stand for; NaN where not printed."""
-    if method.coefficient != "ls":
-        return NONE
-    printed = paper.table2_accuracy(method.name, ",".join(map(str, method.bits)), method.group_size)
-    values = [printed.get(profile.stands_for[task], NONE) for task in tasks]
-    return round(sum(values) / len(values), 4)
+# ------------------------------------------------------------------------------------------------ every label
 
 
-# ------------------------------------------------------------------------------------------------ for reading
+def table(label: str, profile: str | Profile = "mini", compute: bool = False) -> pd.DataFrame:
+    """The table of any label, also written to ``data/<profile>/<label>.csv``.
 
+    Args:
+        label: one of ``TABLES``.
+        compute: first compute what is missing; otherwise read what is kept, running no model.
 
-def method_name(row: pd.Series) -> str:
-    """ "Direct", "Direct + hadamard", "Residual LS (last)" and so on, for one row of a table."""
-    if row["reference"] == "none":
-        return "BF16"
-    coefficient = {"ls": "LS", "unit": "unit", "norm_ratio": "norm ratio"}.get(row["coefficient"], "")
-    base = "Direct" if row["reference"] == "direct" else f"Residual {coefficient} ({row['reference']})"
-    return base + (f" + {row['rotation']}" if row["rotation"] != "none" else "")
-
-
-def _verdict(row: pd.Series, direct: pd.Series | None) -> str:
-    """The paper's value for the paper's own model; for another model only the order relative to direct coding."""
-    if row["model"].lower() == paper.OURO:
-        return "reproduced" if row["ci_low"] <= row["paper_pct"] <= row["ci_high"] else "not reproduced"
-    if direct is None or row["p_vs_direct"] != row["p_vs_direct"]:
-        return "–"
-    order = "above" if row["paper_pct"] >= direct["paper_pct"] else "below"
-    if row["p_vs_direct"] >= 0.05:
-        return f"undecided: {order} direct"
-    same = (row["accuracy_pct"] > direct["accuracy_pct"]) == (order == "above")
-    return f"{'reproduced' if same else 'not reproduced'}: {order} direct"
-
-
-def compare(table: pd.DataFrame) -> pd.DataFrame:
-    """``table2`` laid out for readers: Paper | Ours | Δ | n | 95 % CI | verdict.
-
-    A model other than the paper's gets no verdict on values: only "above (or below) direct coding of the same bits"
-    is judged, by McNemar's test at 5 %.
+    Raises:
+        ValueError: an unknown label or profile.
+        ResidualQuantError: what it is made from is missing (the message names the command that makes it) or damaged.
     """
-    import pandas as pd
-
-    key = ["benchmark", "bits_per_loop", "group_size"]
-    plain = table[(table["reference"] == "direct") & (table["rotation"] == "none")]
-    direct = {tuple(row[k] for k in key): row for _, row in plain.iterrows()}
-    rows = []
-    for _, row in table.iterrows():
-        rows.append(
-            {
-                "Task": row["benchmark"],
-                "Precision": row["config"],
-                "Method": method_name(row),
-                "Bits": f"{row['effective_bits']:.4g}",
-                "Paper": _one_decimal(row["paper_pct"]),
-                "Ours": _one_decimal(row["accuracy_pct"]),
-                "Δ": f"{row['accuracy_pct'] - row['paper_pct']:+.1f}" if row["paper_pct"] == row["paper_pct"] else "–",
-                "n": row["n"],
-                "95 % CI": f"{row['ci_low']:.1f} – {row['ci_high']:.1f}",
-                "Verdict": _verdict(row, direct.get(tuple(row[k] for k in key))),
-            }
-        )
-    return pd.DataFrame(rows)
+    if label not in TABLES:
+        raise ValueError(f"no table {label!r}; known: {', '.join(TABLES)}")
+    if label in LABELS:
+        return accuracy_table(label, profile, compute)
+    return _MAKERS[label](profile_of(profile), compute)
 
 
-def _one_decimal(value: float) -> str:
-    return f"{value:.1f}" if value == value else "–"
+def _storage(profile: Profile, compute: bool) -> pd.DataFrame:
+    from residualquant.repro.storage import write_storage
+
+    return write_storage(profile.name)
 
 
-def summary(profile: str | Profile = "mini") -> pd.DataFrame:
-    """Table 2 as the paper lays it out: a row per method, a column per task and the mean, ours with (the paper's).
+def _claims(profile: Profile, compute: bool) -> pd.DataFrame:
+    from residualquant.repro.verdicts import claims
 
-    Reads the records and runs no model.
-    """
-    import pandas as pd
-
-    profile = profile_of(profile)
-    both = pd.concat([table2(profile), table2_mean(profile)])
-    rows: dict[tuple, dict] = {}
-    for _, row in both.iterrows():
-        line = rows.setdefault(
-            (row["config"], method_name(row)),
-            {"Precision": row["config"], "Method": method_name(row), "Bits": f"{row['effective_bits']:.4g}"},
-        )
-        task = row["benchmark"]
-        title = f"{task} ({profile.stands_for[task]})" if task in profile.stands_for else "mean"
-        line[title] = f"{row['accuracy_pct']:.1f} ({_one_decimal(row['paper_pct'])})"
-    return pd.DataFrame(list(rows.values()))
+    return claims(profile, compute)
 
 
-def markdown(table: pd.DataFrame) -> str:
-    """A laid-out table as GitHub Markdown (numbers as they are, nothing re-rounded)."""
-    return table.to_markdown(index=False, disable_numparse=True)
+def _analysis(label: str):
+    def make(profile: Profile, compute: bool) -> pd.DataFrame:
+        from residualquant.repro import analyses
+
+        return getattr(analyses, label)(profile, compute)
+
+    return make
+
+
+_MAKERS = {
+    "storage": _storage,
+    "table1": _analysis("table1"),
+    "figure3_middle": _analysis("figure3_middle"),
+    "figure3_right": _analysis("figure3_right"),
+    "table2_mean": table2_mean,
+    "claims": _claims,
+}
+TABLES = ("storage", "table1", "figure3_middle", "figure3_right", "table2", "table2_mean", *LABELS[1:], "claims")

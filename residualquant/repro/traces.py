@@ -1,13 +1,8 @@
-"""K and V of a model on a prompt, and the data behind Figures 2 and 5.
-
-``visit_kv`` runs one forward pass and hands each (loop, layer)'s K and V to a visitor, so nothing is kept that the
-visitor does not keep: a 16k-token prompt of a 24-layer model needs the memory of one layer, not of 96.
-"""
+"""Keys of a model on a prompt: the data behind Figures 2 and 5."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,11 +11,12 @@ import torch
 from torch import Tensor
 
 from residualquant.errors import ResidualQuantError
+from residualquant.trace import collect
 
 if TYPE_CHECKING:
     import pandas as pd
 
-    from residualquant.models import Ouro
+    from residualquant.models.base import LoopedModel
 
 PAPER_LAYER, PAPER_HEAD = 3, 2  # counted from 1, Figures 2 and 5
 PAPER_PROBLEM = 3  # the fourth training problem
@@ -74,20 +70,7 @@ class Trace:
             raise ResidualQuantError(f"{show(Path(path))} is truncated or not a trace: {error}") from error
 
 
-def visit_kv(model: Ouro, ids: list[int], visit: Callable[[int, int, Tensor, Tensor], None]) -> None:
-    """Run ``ids`` through ``model`` once, calling ``visit(loop, layer, k, v)`` for each loop and layer (from 0).
-
-    k, v: [T, H, D], as :func:`residualquant.rotation.states.visit_states` gives them.
-
-    Raises:
-        ValueError: an empty prompt.
-    """
-    from residualquant.rotation.states import visit_states
-
-    visit_states(model, ids, lambda loop, layer, q, k, v: visit(loop, layer, k, v))
-
-
-def collect_trace(model: Ouro, ids: list[int], layer: int, head: int, prompt: str = "") -> Trace:
+def collect_trace(model: LoopedModel, ids: list[int], layer: int, head: int, prompt: str = "") -> Trace:
     """Keys of one layer and KV head (from 1) over the tokens ``ids``. Peak memory: one layer beside the result.
 
     Raises:
@@ -98,35 +81,28 @@ def collect_trace(model: Ouro, ids: list[int], layer: int, head: int, prompt: st
         raise ValueError(f"layer must be between 1 and {shape.layers}, got {layer}")
     if not 1 <= head <= shape.kv_heads:
         raise ValueError(f"head must be between 1 and {shape.kv_heads}, got {head}")
-    kept: list[Tensor] = []
-
-    def keep(loop: int, at: int, k: Tensor, v: Tensor) -> None:
-        if at == layer - 1:
-            kept.append(k[:, head - 1].float().cpu().clone())
-
-    visit_kv(model, ids, keep)
-    return Trace(torch.stack(kept), layer, head, model.name, model.weights_hash, prompt)
+    (text,) = collect(model, [ids], [layer - 1])
+    return Trace(text.k[:, 0, head - 1].float().cpu(), layer, head, model.name, model.weights_hash, prompt)
 
 
-def problem_tokens(model: Ouro, task: str, index: int, preceding: int = 0, split: str = "train") -> list[int]:
+def problem_tokens(model: LoopedModel, task: str, index: int, preceding: int = 0, split: str = "train") -> list[int]:
     """Token ids of a problem's prompt and solution, after those of the ``preceding`` problems before it.
 
     Raises:
         ValueError: more preceding problems than there are.
         ResidualQuantError: the model has no tokenizer.
     """
-    from residualquant.evals.tasks import problems
+    from residualquant.evals.texts import tokenizer_of, training_texts
 
     if not 0 <= preceding <= index:
         raise ValueError(f"preceding must be between 0 and {index}, got {preceding}")
-    if model.tokenizer is None:
-        raise ResidualQuantError(f"the model {model.name} has no tokenizer.json beside its weights")
-    chosen = problems(task, preceding + 1, split=split, start=index - preceding)
-    return model.tokenizer.encode("\n".join(p.prompt + p.solution for p in chosen)).ids
+    between = tokenizer_of(model).encode("\n").ids
+    texts = training_texts(model, task, preceding + 1, index - preceding, split)
+    return [i for text in texts[:-1] for i in text + between] + texts[-1]
 
 
 def describe_prompt(task: str, preceding: int) -> str:
-    """"training problem 4 of 'words' with its solution", and what stands before it."""
+    """ "training problem 4 of 'words' with its solution", and what stands before it."""
     text = f"training problem {PAPER_PROBLEM + 1} of {task!r} with its solution"
     return text + (f", after the {preceding} problems before it" if preceding else "")
 

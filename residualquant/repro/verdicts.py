@@ -1,172 +1,324 @@
-"""The paper's ordering claims, judged on our own records by paired tests; ``claims.csv``.
+"""The paper's ten claims about order, judged on our own results by paired tests; ``claims.csv``.
 
-"Better" is an exact McNemar test at 5 %; "not worse" a non-inferiority test with a margin of 3 points. A claim about
-several precisions is reproduced when it is at every one of them, not reproduced when it is refuted at any, and
-undecided otherwise, also where a small profile measures only some of them.
+"Better" is an exact McNemar test at 5 %, "not worse" a non-inferiority test with a margin of 3 points; in Table 1,
+where every problem gives a number and not a verdict, "lower" and "higher" are sign tests over the problems. The
+p-values of a claim's comparisons are corrected after Holm. A comparison is *reproduced* when its test says so, *not
+reproduced* when the opposite is significant, and *undecided* otherwise.
+
+A claim is reproduced when all its comparisons are (where the paper says "most": more than half), not reproduced when
+one is refuted (more than half), and undecided otherwise, also where a profile measures only some of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cache
 from typing import TYPE_CHECKING
 
-from residualquant.repro import paper
+from residualquant.config import KVQuantConfig, preset
+from residualquant.errors import ResidualQuantError
 from residualquant.repro.cells import Cells, compute_cells, read_cells
-from residualquant.repro.profiles import FIGURE1, FIGURE1_TASK, PRECISIONS, TABLE2, Method, Profile, profile_of
-from residualquant.repro.stats import MARGIN, mcnemar_exact, noninferiority, paired_difference, tost
-from residualquant.repro.tables import BF16, pair_of, paper_accuracy, write_table
+from residualquant.repro.labels import BF16, Line, coded, direct_of, lines, name_of
+from residualquant.repro.profiles import Profile, profile_of
+from residualquant.repro.stats import (
+    MARGIN,
+    Pair,
+    bootstrap_mean,
+    holm,
+    mcnemar_exact,
+    noninferiority,
+    paired_difference,
+    tost,
+)
+from residualquant.repro.tables import NONE, pair_of, place_of, write_table
 
 if TYPE_CHECKING:
     import pandas as pd
 
 ALPHA = 0.05
-REPRODUCED, REFUTED, UNDECIDED = "reproduced", "not reproduced", "undecided"
+REPRODUCED, REFUTED, UNDECIDED, UNMEASURED = "reproduced", "not reproduced", "undecided", "not measured"
+PRECISIONS = ("INT2 g=32", "INT2 g=16", "INT2/4 g=32", "INT2/4 g=16")
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """On the mean over the benchmarks of ``label``, ``first`` is better than ``second`` (or "not worse")."""
+
+    label: str
+    first: KVQuantConfig
+    second: KVQuantConfig
+    kind: str = "better"
+
+
+@dataclass(frozen=True)
+class NmseComparison:
+    """In Table 1, at ``loop`` ("1" … or "avg"), the reference Last has a "lower" (or "higher") error than First."""
+
+    loop: str
+    kind: str = "lower"
 
 
 @dataclass(frozen=True)
 class Claim:
-    """``comparisons`` are (first, second) methods; the claim says the first is better, or not worse, each time."""
+    """A sentence of the paper, and the comparisons that all (or ``most``) must be reproduced."""
 
-    name: str
+    number: str
     text: str
-    comparisons: tuple[tuple[Method, Method], ...]
-    kind: str = "better"
-    tasks: tuple[str, ...] | None = None
+    comparisons: tuple[Comparison | NmseComparison, ...]
+    most: bool = False
 
 
-def _at_each(first: str, second: str, precisions: Sequence = PRECISIONS) -> tuple[tuple[Method, Method], ...]:
-    return tuple((Method(first, *p), Method(second, *p)) for p in precisions)
+def _rotated(config: KVQuantConfig, rotation: str = "optr_h") -> KVQuantConfig:
+    return replace(config, rotation=rotation)
 
 
-_INT2_G16, _INT24_G32 = PRECISIONS[1], PRECISIONS[2]
+_RESIDUAL = {name: preset(name) for name in PRECISIONS}
+_DIRECT = {name: direct_of(config) for name, config in _RESIDUAL.items()}
+_OSCAR = _rotated(_RESIDUAL["INT2 g=16"], "oscar")
+_ASCENDING_G32, _UNIFORM_G16 = _RESIDUAL["INT2/4 g=32"], _RESIDUAL["INT2 g=16"]
+
+
+def _ls_against_unit() -> tuple[Comparison, ...]:
+    unit = (line.config for line in lines("table9") if line.config.coefficient == "unit")
+    return tuple(Comparison("table9", replace(config, coefficient="ls"), config) for config in unit)
+
+
+def _ascending_against_descending() -> tuple[Comparison, ...]:
+    return tuple(
+        Comparison("table5", coded("2,2,2,4", g, "last", "ls", r), coded("4,2,2,2", g, "last", "ls", r))
+        for g in ("32", "16")
+        for r in ("none", "optr_h")
+    )
+
+
+def _last_against(reference: str, kind: str) -> tuple[Comparison, ...]:
+    precisions = ("INT2 g=16", "INT2/4 g=32")
+    return tuple(
+        Comparison("table3", _rotated(_RESIDUAL[p]), preset(p, reference=reference, rotation="optr_h"), kind)
+        for p in precisions
+    )
+
+
+def _large_groups_against_four_loops() -> tuple[Comparison, ...]:
+    return tuple(
+        Comparison("table8", preset(p, loops, rotation=r), preset(p, rotation=r), "not worse")
+        for loops in (8, 16)
+        for p in ("INT2/4 g=16", "INT2/4 g=32")
+        for r in ("none", "optr_h")
+    )
+
+
 CLAIMS = (
     Claim(
-        "residual_above_rotation",
-        "Residual coding without a rotation is above the rotation alone, on average, at all four precisions (Table 2)",
-        _at_each("residual_ls", "optr_h"),
+        "1",
+        "Residual coding without a rotation is above OptR-H alone, on average, at all four precisions (Table 2)",
+        tuple(Comparison("table2", _RESIDUAL[p], _rotated(_DIRECT[p])) for p in PRECISIONS),
     ),
     Claim(
-        "residual_above_direct",
+        "2",
         "Residual coding is above direct coding at comparable budgets (Table 2)",
-        _at_each("residual_ls", "direct"),
+        tuple(Comparison("table2", _RESIDUAL[p], _DIRECT[p]) for p in PRECISIONS),
     ),
     Claim(
-        "ls_above_unit",
-        "Least-squares coefficients are above unit ones, for the Last-loop reference at INT2 g=32 (Figure 1, left)",
-        ((FIGURE1["ls_scaling"], FIGURE1["last_loop_residual"]),),
-        tasks=(FIGURE1_TASK,),
+        "3a", "Least-squares coefficients are above unit ones in most cells (Tables 3 and 9)", _ls_against_unit(), True
     ),
     Claim(
-        "rotation_adds_to_residual",
-        "A rotation adds to residual coding at INT2 (Tables 2 and 4)",
-        _at_each("residual_ls+optr_h", "residual_ls", PRECISIONS[:2]),
+        "3b",
+        "In particular for the Last-loop reference at INT2/4 g=32 (Table 3)",
+        (Comparison("table3", _ASCENDING_G32, replace(_ASCENDING_G32, coefficient="unit")),),
     ),
     Claim(
-        "residual_adds_to_rotation",
-        "Residual coding with a rotation is above the rotation alone (Table 2)",
-        _at_each("residual_ls+optr_h", "optr_h"),
+        "4a",
+        "A rotation adds to residual coding at INT2, OptR-H (Table 2) and OSCAR (Table 4)",
+        (
+            *(Comparison("table2", _rotated(_RESIDUAL[p]), _RESIDUAL[p]) for p in PRECISIONS[:2]),
+            Comparison("table4", _OSCAR, _UNIFORM_G16),
+        ),
     ),
     Claim(
-        "ascending_above_uniform",
-        "INT2/4 g=32 is above INT2 g=16 at an equal 3.1 bits (Table 2)",
-        tuple((Method(m, *_INT24_G32), Method(m, *_INT2_G16)) for m in ("residual_ls", "residual_ls+optr_h")),
+        "4b",
+        "Residual coding with a rotation is above the rotation alone, OptR-H (Table 2) and OSCAR at INT2 (Table 4)",
+        (
+            *(Comparison("table2", _rotated(_RESIDUAL[p]), _rotated(_DIRECT[p])) for p in PRECISIONS),
+            Comparison("table4", _OSCAR, _rotated(_DIRECT["INT2 g=16"], "oscar")),
+        ),
     ),
     Claim(
-        "full_method_not_worse_than_bf16",
+        "5",
+        "Ascending precision [2,2,2,4] is above descending [4,2,2,2] under the Last-loop reference (Table 5)",
+        _ascending_against_descending(),
+    ),
+    Claim(
+        "6",
+        "INT2/4 g=32 is above INT2 g=16 at an equal 3.1 bits (Table 5)",
+        (
+            Comparison("table5", _ASCENDING_G32, _UNIFORM_G16),
+            Comparison("table5", _rotated(_ASCENDING_G32), _rotated(_UNIFORM_G16)),
+        ),
+    ),
+    Claim(
+        "7",
+        "The Last-loop reference is not worse than Previous and Next and better than First, with OptR-H (Table 3)",
+        (
+            *_last_against("previous", "not worse"),
+            *_last_against("next", "not worse"),
+            *_last_against("first", "better"),
+        ),
+    ),
+    Claim(
+        "8",
         "The full method at INT2/4 is not worse than BF16 (Table 2)",
-        tuple((Method("residual_ls+optr_h", *p), BF16) for p in PRECISIONS[2:]),
-        kind="not worse",
+        tuple(Comparison("table2", _rotated(_RESIDUAL[p]), BF16, "not worse") for p in PRECISIONS[2:]),
+    ),
+    Claim(
+        "9",
+        "Groups of 8 and 16 loops are as good as groups of 4, Huginn (Table 8)",
+        _large_groups_against_four_loops(),
+    ),
+    Claim(
+        "10",
+        "Key NMSE is lower under Last than under First on average and at loops 1 to 3, higher at the last (Table 1)",
+        (*(NmseComparison(loop) for loop in ("avg", "1", "2", "3")), NmseComparison("4", "higher")),
     ),
 )
 
 
 def claims(profile: str | Profile = "mini", compute: bool = False) -> pd.DataFrame:
-    """Every claim that this profile's cells can judge, comparison by comparison and then as a whole.
+    """Every claim, comparison by comparison and then as a whole; also written to ``data/<profile>/claims.csv``.
 
-    Columns: claim, text, comparison, kind, rotation, tasks, n, first_pct, second_pct, difference, ci_low, ci_high
-    (points, 95 %), test, p, p_same (TOST, 3 points), verdict, paper_difference. Accuracies and differences are
-    equal-weight means over the tasks; McNemar's test pools their problems.
+    Columns: claim (its number), text, comparison, kind, tasks, n, unit, first, second, difference, ci_low, ci_high (95
+    %: Agresti-Min for accuracies, bootstrap over problems in Table 1), test, p, p_holm, p_same (TOST, 3 points),
+    verdict, paper_difference. Accuracies and differences are equal-weight means over the tasks; McNemar's test pools
+    their problems. The row of a whole claim has "all" as its comparison; where a claim's results are missing its
+    verdict is "not measured", and ``test`` says what is missing.
+
+    Args:
+        compute: first compute what is missing.
+
+    Raises:
+        ResidualQuantError: what is missing cannot be computed here.
     """
     profile = profile_of(profile)
     if compute:
-        compute_cells(profile)
-    cells = read_cells(profile)
+        compute_cells(profile, {c.label for claim in CLAIMS for c in claim.comparisons if isinstance(c, Comparison)})
+    read = cache(lambda label: read_cells(profile, [label]))
     rows = []
     for claim in CLAIMS:
-        tasks = claim.tasks or profile.tasks
-        here = [c for c in claim.comparisons if all((t, m) in cells for t in tasks for m in c)]
-        judged = [_judge(profile, cells, claim, tasks, first, second) for first, second in here]
-        rows += judged
-        if judged:
-            rows.append(_whole(claim, tasks, judged))
+        try:
+            judged = [row for c in claim.comparisons if (row := _judge(profile, c, read, compute)) is not None]
+            missing = "" if judged else "outside this profile"
+        except ResidualQuantError as error:
+            judged, missing = [], str(error)
+        about = {"claim": claim.number, "text": claim.text}
+        rows += [about | row for row in _decide(judged)]
+        rows.append(about | _whole(claim, judged, missing))
     return write_table("claims", rows, profile)
 
 
-def _name(method: Method) -> str:
-    config = method.config
-    kind = {"direct": "direct", "none": "none"}.get(config.reference, f"{config.reference} {config.coefficient}")
-    rotation = f" + {config.rotation}" if config.rotation != "none" else ""
-    return "BF16" if config.is_off else f"{config.label} {kind}{rotation}"
+def whole_claims(table: pd.DataFrame) -> pd.DataFrame:
+    """Of the rows of :func:`claims` those of whole claims: claim, text, verdict, comparisons (how many hold)."""
+    whole = table[table["comparison"] == "all"]
+    return whole[["claim", "text", "verdict", "test"]].rename(columns={"test": "comparisons"})
 
 
-def _judge(profile: Profile, cells: Cells, claim: Claim, tasks: Sequence[str], first: Method, second: Method) -> dict:
-    pairs = [pair_of(cells, task, first, second) for task in tasks]
+def _judge(
+    profile: Profile, comparison: Comparison | NmseComparison, read: Callable[[str], Cells], compute: bool
+) -> dict | None:
+    """One comparison's numbers, test and one-sided finding; None where the profile has not all of its cells."""
+    if isinstance(comparison, NmseComparison):
+        return _judge_nmse(profile, comparison, compute)
+    cells = read(comparison.label)
+    wanted = [line for line in lines(comparison.label) if line.config in (comparison.first, comparison.second)]
+    if any((*place_of(profile, line), line.config) not in cells for line in wanted):
+        return None
+    return _judge_accuracy(profile, cells, comparison, wanted)
+
+
+def _judge_accuracy(profile: Profile, cells: Cells, comparison: Comparison, wanted: list[Line]) -> dict:
+    first, second = comparison.first, comparison.second
+    places = list(dict.fromkeys(place_of(profile, line) for line in wanted))
+    pairs = [pair_of(cells, place, first, second) for place in places]
     difference, low, high = paired_difference(*pairs)
-    mcnemar = mcnemar_exact(*pairs)
-    if claim.kind == "better":
-        test, p = "exact McNemar", mcnemar
-        verdict = UNDECIDED if p >= ALPHA or not difference else REPRODUCED if difference > 0 else REFUTED
-    else:
-        test, p = f"non-inferiority, {100 * MARGIN:.0f} points", noninferiority(*pairs)
-        worse = difference < 0 and mcnemar < ALPHA
-        verdict = REPRODUCED if p < ALPHA else REFUTED if worse else UNDECIDED
-    rotations = {m.config.rotation for m in (first, second)} - {"none"}
+    mcnemar, better = mcnemar_exact(*pairs), comparison.kind == "better"
+    printed = [[line.paper_pct for line in wanted if line.config == config] for config in (first, second)]
     return {
-        "claim": claim.name,
-        "text": claim.text,
-        "comparison": f"{_name(first)} against {_name(second)}",
-        "kind": claim.kind,
-        "rotation": ",".join(sorted(rotations)) or "none",
-        "tasks": " ".join(tasks),
+        "comparison": f"{name_of(first)} against {name_of(second)}",
+        "kind": comparison.kind,
+        "tasks": " ".join(f"{family}:{task}" for family, task in places),
         "n": sum(pair.n for pair in pairs),
-        "first_pct": _mean_accuracy(cells, tasks, first),
-        "second_pct": _mean_accuracy(cells, tasks, second),
+        "unit": "%",
+        "first": _mean_accuracy(cells, places, first),
+        "second": _mean_accuracy(cells, places, second),
         "difference": round(100 * difference, 4),
         "ci_low": round(100 * low, 4),
         "ci_high": round(100 * high, 4),
-        "test": test,
-        "p": float(f"{p:.4g}"),
+        "test": "exact McNemar" if better else f"non-inferiority, {100 * MARGIN:.0f} points",
+        "p": float(f"{mcnemar if better else noninferiority(*pairs):.4g}"),
         "p_same": float(f"{tost(*pairs):.4g}"),
-        "verdict": verdict,
-        "paper_difference": _paper_difference(profile, tasks, first, second),
+        "paper_difference": round(sum(printed[0]) / len(printed[0]) - sum(printed[1]) / len(printed[1]), 4),
+        "_says": not better or difference > 0,
+        "_opposite": mcnemar if difference < 0 else 1.0,
     }
 
 
-def _whole(claim: Claim, tasks: Sequence[str], judged: list[dict]) -> dict:
-    verdicts, wanted = [row["verdict"] for row in judged], len(claim.comparisons)
-    whole = REFUTED if REFUTED in verdicts else REPRODUCED if verdicts.count(REPRODUCED) == wanted else UNDECIDED
+def _judge_nmse(profile: Profile, comparison: NmseComparison, compute: bool) -> dict | None:
+    from residualquant.repro.analyses import nmse_by_problem
+    from residualquant.repro.paper import printed
+
+    nmse = 1000 * nmse_by_problem(profile, compute)
+    last, first = nmse[f"last_{comparison.loop}"], nmse[f"first_{comparison.loop}"]
+    mean, low, high = bootstrap_mean((last - first).tolist())
+    lower, higher = int((last < first).sum()), int((last > first).sum())
+    p = mcnemar_exact(Pair(lower, higher, len(nmse)))
+    here = [row for row in printed("table1") if row["loop"] == comparison.loop]
+    paper = {row["reference"]: float(row["key_nmse_x1000"]) for row in here}
+    says = lower > higher if comparison.kind == "lower" else higher > lower
     return {
-        "claim": claim.name,
-        "text": claim.text,
-        "comparison": f"all {wanted}",
-        "kind": claim.kind,
-        "rotation": judged[0]["rotation"],
-        "tasks": " ".join(tasks),
-        "n": judged[0]["n"],
-        "test": f"{verdicts.count(REPRODUCED)} of {wanted} comparisons reproduced",
-        "verdict": whole,
+        "comparison": f"Last against First, {'average' if comparison.loop == 'avg' else f'loop {comparison.loop}'}",
+        "kind": comparison.kind,
+        "tasks": nmse.attrs["tasks"],
+        "n": len(nmse),
+        "unit": "NMSE x1000",
+        "first": round(float(last.mean()), 4),
+        "second": round(float(first.mean()), 4),
+        "difference": round(mean, 4),
+        "ci_low": round(low, 4),
+        "ci_high": round(high, 4),
+        "test": "sign test",
+        "p": float(f"{p:.4g}"),
+        "p_same": NONE,
+        "paper_difference": round(paper["last"] - paper["first"], 4),
+        "_says": says,
+        "_opposite": 1.0 if says else p,
     }
 
 
-def _mean_accuracy(cells: Cells, tasks: Sequence[str], method: Method) -> float:
-    per_task = [sum(c.values()) / len(c) for c in (cells[task, method].correct for task in tasks)]
-    return round(100 * sum(per_task) / len(per_task), 4)
+def _decide(judged: list[dict]) -> list[dict]:
+    """The rows with p-values after Holm and verdicts; refutation needs 5 % divided by the number of comparisons."""
+    for row, p in zip(judged, holm([row["p"] for row in judged])):
+        says, opposite = row.pop("_says"), row.pop("_opposite")
+        row["p_holm"] = float(f"{p:.4g}")
+        refuted = opposite < ALPHA / len(judged)
+        row["verdict"] = REPRODUCED if p < ALPHA and says else REFUTED if refuted else UNDECIDED
+    return judged
 
 
-def _paper_difference(profile: Profile, tasks: Sequence[str], first: Method, second: Method) -> float:
-    if all(m in TABLE2 for m in (first, second)):
-        return round(paper_accuracy(profile, tasks, first) - paper_accuracy(profile, tasks, second), 4)
-    printed = paper.read_paper("figure1_left").set_index("step").math500_pct
-    step = {method: name for name, method in FIGURE1.items()}
-    return round(float(printed[step[first]] - printed[step[second]]), 4)
+def _whole(claim: Claim, judged: list[dict], missing: str) -> dict:
+    wanted, count = len(claim.comparisons), [row["verdict"] for row in judged].count
+    needed = wanted // 2 + 1 if claim.most else wanted
+    refuting = wanted // 2 + 1 if claim.most else 1
+    if missing:
+        return {"comparison": "all", "test": missing, "verdict": UNMEASURED}
+    verdict = REPRODUCED if count(REPRODUCED) >= needed else REFUTED if count(REFUTED) >= refuting else UNDECIDED
+    return {
+        "comparison": "all",
+        "n": max(row["n"] for row in judged),
+        "test": f"{count(REPRODUCED)} of {wanted} comparisons reproduced, {count(REFUTED)} refuted",
+        "verdict": verdict,
+    }
+
+
+def _mean_accuracy(cells: Cells, places: list[tuple[str, str]], config: KVQuantConfig) -> float:
+    correct = (cells[*place, config].correct for place in places)
+    return round(100 * sum(sum(c.values()) / len(c) for c in correct) / len(places), 4)

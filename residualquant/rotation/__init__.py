@@ -61,6 +61,12 @@ class Rotation:
         """KV heads (H) where each has its own matrix, else None."""
         return self.matrix.shape[0] if self.matrix.dim() == 3 else None
 
+    def to(self, device: torch.device | str) -> Rotation:
+        """The same rotation with its tensors on ``device``."""
+        if self.matrix.device == torch.device(device):
+            return self
+        return Rotation(self.matrix.to(device), None if self.means is None else self.means.to(device))
+
     def rotate(self, x: Tensor) -> Tensor:
         """``Z = X T``: [..., H, D] (or [..., D] with one shared matrix), any float dtype, to fp32."""
         return _multiply(x, self._matrix64)

@@ -1,29 +1,30 @@
-"""Calibrate the rotations of a whole model, and keep them (Sec. 3.3, App. G).
+"""Calibrate the rotations of whole models (Sec. 3.3, App. G).
 
-An artefact is a folder: ``rotations.safetensors`` (orthogonal matrices in FP16, means in FP32) and ``calibration.json``
-(model, weights, configuration, texts, settings, held-out losses before and after). Both are written after every layer,
-so a calibration that was interrupted goes on with the next one. Memory: as many layers at a time as fit a budget, at
-least one; each time costs one forward pass per text.
+Queries, keys and values are captured once and shared by all configurations; the heads of as many loop groups and
+layers as fit the memory are then fitted by one tensor program. A processor, which gains nothing from width, takes one
+loop group and layer at a time. Memory: as many layers at a time as fit a budget, at least one; each time costs one
+forward pass per text.
 """
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import hashlib
 import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from residualquant.cache import RotationMap, loop_groups
 from residualquant.config import KVQuantConfig
-from residualquant.errors import ResidualQuantError
-from residualquant.repro.paths import show, write_atomic
-from residualquant.rotation import Rotation
+from residualquant.models.base import LoopedModel
+from residualquant.rotation.artefact import FORMAT, Artefact, comparable, load_rotations, loss_table
 from residualquant.rotation.optr_h import (
     PAPER_SETTINGS,
     Fit,
@@ -36,331 +37,185 @@ from residualquant.rotation.optr_h import (
     storable,
 )
 from residualquant.rotation.oscar import fit_oscar
-from residualquant.rotation.states import States, collect_states, layer_bytes
+from residualquant.rotation.states import BATCH_VALUES, States, Unit, batches, states_of
+from residualquant.trace import captured_bytes, collect
 
-if TYPE_CHECKING:
-    from residualquant.models import Ouro
+__all__ = [
+    "CALIBRATED",
+    "PAPER_SIZES",
+    "CalibrationSizes",
+    "artefact_folder",
+    "calibrate",
+    "calibrated",
+    "calibrated_many",
+    "load_rotations",
+    "loss_table",
+    "output_gram",
+    "rotations_hash",
+]
 
-FORMAT = 1
 CALIBRATED = ("oscar", "optr_h")
-ROTATIONS_FILE, ABOUT_FILE = "rotations.safetensors", "calibration.json"
 CPU_MEMORY = 2 * 2**30
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # glibc's names of settings of its allocator
 CUDA_MEMORY_FRACTION = 0.3
 
 Texts = Sequence[Sequence[int]]
 
 
+@dataclass(frozen=True)
+class CalibrationSizes:
+    """How much a calibration looks at; the defaults are the paper's (App. G)."""
+
+    fit: int = 128
+    """Training problems to fit with."""
+    holdout: int = 128
+    """Others, to choose each head's rotation with."""
+    steps: int = 80
+    """Optimiser steps for K, and as many for V (OptR-H)."""
+    seed: int = 0
+    """Which problems are which, and the order in which they are drawn."""
+
+    def __post_init__(self) -> None:
+        for name, least in (("fit", 1), ("holdout", 1), ("steps", 0)):
+            if getattr(self, name) < least:
+                raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)!r}")
+
+
+PAPER_SIZES = CalibrationSizes()
+
+
+def calibrated(
+    model: LoopedModel,
+    config: KVQuantConfig,
+    task: str,
+    sizes: CalibrationSizes = PAPER_SIZES,
+    folder: str | Path | None = None,
+    progress: bool = True,
+) -> RotationMap:
+    """The rotations of one configuration: :func:`calibrated_many` of it alone."""
+    return calibrated_many(model, [config], task, sizes, folder, progress)[0]
+
+
+def calibrated_many(
+    model: LoopedModel,
+    configs: Sequence[KVQuantConfig],
+    task: str,
+    sizes: CalibrationSizes = PAPER_SIZES,
+    folder: str | Path | None = None,
+    progress: bool = True,
+) -> list[RotationMap]:
+    """The rotations of every configuration: those kept under ``folder``, and the others calibrated and kept there.
+
+    All tasks of a family (maths, code) share one set of training problems, so they share their rotations too. Every
+    artefact has a folder of its own, whose name tells model, configuration, texts and sizes apart.
+
+    Args:
+        model: a looped model.
+        configs: how K and V will be coded; the rotation of each is "oscar" or "optr_h".
+        task: any task of the family whose training problems, with their solutions, to use.
+        sizes: how many of them, and how long to fit.
+        folder: where the artefacts are kept; ``data/runs/rotations`` when None.
+        progress: show a bar, and one line per configuration with its losses before (Hadamard) and after.
+
+    Returns:
+        ``{(group, layer, "k" or "v"): Rotation}`` of each configuration, on the model's device, as the engine takes it.
+
+    Raises:
+        ValueError: a configuration without calibrated rotation, loops that do not divide, or an unknown task.
+        ResidualQuantError: an artefact that is damaged, or of something else; or a model without tokenizer.
+    """
+    given = _calibration_of(model, task, sizes)
+    folders = [_folder(model, cfg, given, folder) for cfg in configs]
+    found = calibrate(model, dict(zip(folders, configs)), progress=progress, **given)
+    return [found[name] for name in folders]
+
+
+def artefact_folder(
+    model: LoopedModel, config: KVQuantConfig, task: str, sizes: CalibrationSizes, folder: str | Path | None = None
+) -> Path:
+    """Where :func:`calibrated` keeps the rotations of these arguments."""
+    return _folder(model, config, _calibration_of(model, task, sizes), folder)
+
+
+def _calibration_of(model: LoopedModel, task: str, sizes: CalibrationSizes) -> dict[str, Any]:
+    """What :func:`calibrate` is given for a task and sizes."""
+    from residualquant.evals.texts import calibration_texts, family_of
+
+    fit_texts, held_out = calibration_texts(model, task, sizes.fit, sizes.holdout, sizes.seed)
+    settings = OptRHSettings(steps=sizes.steps, seed=sizes.seed)
+    return {"fit_texts": fit_texts, "held_out": held_out, "task": "+".join(family_of(task)), "settings": settings}
+
+
+def _folder(model: LoopedModel, cfg: KVQuantConfig, given: Mapping[str, Any], folder: str | Path | None) -> Path:
+    """A legible name, and another one for another identity."""
+    from residualquant.repro.paths import runs_dir
+
+    identity = json.dumps(_identity(model, cfg, **given), sort_keys=True)
+    bits = ("" if max(cfg.bits) < 10 else "-").join(map(str, cfg.bits))
+    settings = f"{cfg.rotation}.{cfg.reference}.{bits}-g{cfg.group_size}"
+    digest = hashlib.sha256(identity.encode()).hexdigest()[:12]
+    parent = runs_dir("rotations") if folder is None else Path(folder)
+    return parent / f"{model.name.replace('/', '--')}.{settings}.{digest}"
+
+
 def calibrate(
-    model: Ouro,
-    cfg: KVQuantConfig,
+    model: LoopedModel,
+    configs: Mapping[Path, KVQuantConfig],
     fit_texts: Texts,
     held_out: Texts,
-    out: str | Path,
     *,
     task: str = "",
     settings: OptRHSettings = PAPER_SETTINGS,
     progress: bool = True,
-    memory_bytes: int | None = None,
-) -> RotationMap:
-    """The rotations of every loop group and layer, fitted and kept in the folder ``out``; resumes what is there.
+    memory_bytes: float | None = None,
+) -> dict[Path, RotationMap]:
+    """The rotations of every loop group and layer under each configuration, kept in its folder; resumes what is there.
 
     Args:
         model: a looped model.
-        cfg: how K and V will be coded; its rotation says what to fit.
+        configs: folder of the artefact -> how K and V will be coded; its rotation says what to fit.
         fit_texts, held_out: token ids to fit and to choose with.
-        out: folder of the artefact.
         task: what the texts are, for the record.
         settings: of OptR-H; OSCAR has only ``queries`` of them, for its losses.
-        progress: show a bar, and one line per layer with its losses before (Hadamard) and after.
-        memory_bytes: most memory for Q, K and V; 2 GiB on a CPU and 30 % of what is free on a GPU when None.
-
-    Returns:
-        ``{(group, layer, "k" or "v"): Rotation}``, as the engine takes it.
+        progress: as for :func:`calibrated_many`.
+        memory_bytes: most memory for captured states, and as much again for fitting on a GPU; 2 GiB on a CPU and 30 %
+            of what is free on a GPU when None.
 
     Raises:
-        ValueError: a configuration without calibrated rotation, or no texts.
-        ResidualQuantError: ``out`` holds another calibration or a damaged one.
+        ValueError: a configuration without calibrated rotation, loops that do not divide, or no texts.
+        ResidualQuantError: a folder holds another calibration or a damaged one.
     """
     from tqdm.auto import tqdm
 
-    groups = _check_request(model, cfg, fit_texts, held_out)
-    artefact = _Artefact.resume(Path(out), _identity(model, cfg, fit_texts, held_out, task, settings))
-    passes = list(_passes(model, cfg, fit_texts, held_out, artefact.layers, settings, memory_bytes))
-    steps = 2 * settings.steps if cfg.rotation == "optr_h" else 1
-    total = len(passes) * (len(fit_texts) + len(held_out)) + sum(map(len, passes)) * groups * steps
-    with tqdm(total=total, desc=f"calibrate {cfg.rotation}", disable=not progress) as bar:
-        for layers in passes:
-            every = None if cfg.rotation == "oscar" else settings.queries
-            fit = collect_states(model, fit_texts, layers, every, bar.update)
-            chosen = collect_states(model, held_out, layers, settings.queries, bar.update)
-            for layer in layers:
-                begun = time.monotonic()
-                states = fit.pop(layer), chosen.pop(layer)
-                fits = _fit_layer(*states, output_gram(model, layer), cfg, groups, settings, bar.update)
-                artefact.add(layer, fits, time.monotonic() - begun)
-                if progress:
-                    bar.write(describe_layer(layer, artefact.about["losses"][str(layer)]))
-    return artefact.rotations(model)
-
-
-def output_gram(model: Ouro, layer: int) -> Tensor:
-    """``W_O W_O^T / d_model`` per query head of one layer, [H, G, D, D] fp32.
-
-    A model whose output projection has another name gives it as ``model.output_weight(layer)``.
-    """
-    if hasattr(model, "output_weight"):
-        weight = model.output_weight(layer)
-    else:
-        weight = model.model.layers[layer].self_attn.o_proj.weight
-    return gram_of(weight.detach(), model.kv_shape.kv_heads, model.kv_shape.head_dim)
-
-
-def _check_request(model: Ouro, cfg: KVQuantConfig, fit_texts: Texts, held_out: Texts) -> int:
-    """Number of loop groups, after checking that there is something to fit."""
-    if cfg.rotation not in CALIBRATED or cfg.is_off:
-        what = "the BF16 cache" if cfg.is_off else f"rotation={cfg.rotation!r}"
-        raise ValueError(f"only rotation='oscar' and rotation='optr_h' are calibrated, got {what}")
     if not fit_texts or not held_out:
         raise ValueError(f"texts to fit and to choose with are needed, got {len(fit_texts)} and {len(held_out)}")
-    return loop_groups(model.kv_shape, cfg)
+    jobs = []
+    for folder, cfg in configs.items():
+        groups = _check_config(model, cfg)
+        identity = _identity(model, cfg, fit_texts, held_out, task, settings)
+        artefact = Artefact.resume(Path(folder), identity, str(model.device))
+        units = {(group, layer) for layer in range(model.kv_shape.layers) for group in range(groups)}
+        jobs.append(_Job(cfg, artefact, units - artefact.units))
+    _keep_freed_memory()
+    plan = _Plan(model, jobs, fit_texts, held_out, settings, memory_bytes)
+    with tqdm(total=plan.total, desc="calibrate", disable=not progress) as bar:
+        for layers in plan.passes:
+            fit, chosen = (collect(model, texts, layers, n, bar.update) for texts, n in plan.texts)
+            for job in jobs:
+                for cfg, units in plan.chunks(job, layers):
+                    begun = time.monotonic()
+                    gram = torch.cat([output_gram(model, layer) for _, layer in units])
+                    parts = ([states_of(t, units, layers, cfg.loops) for t in texts] for texts in (fit, chosen))
+                    fits = _fit(*parts, gram, cfg, units, settings, bar.update)
+                    job.artefact.add(fits, time.monotonic() - begun)
+                if progress and job.todo and layers[-1] == max(plan.layers):
+                    bar.write(job.describe())
+    return {Path(folder): job.artefact.rotations(model) for folder, job in zip(configs, jobs)}
 
 
-def _passes(model, cfg, fit_texts, held_out, finished, settings, memory_bytes) -> Iterator[list[int]]:
-    """The layers still to do, as many together as fit the memory."""
-    if memory_bytes is None:
-        cuda = model.device.type == "cuda"
-        memory_bytes = CUDA_MEMORY_FRACTION * torch.cuda.mem_get_info(model.device)[0] if cuda else CPU_MEMORY
-    each = layer_bytes(model, fit_texts, None if cfg.rotation == "oscar" else settings.queries)
-    each += layer_bytes(model, held_out, settings.queries)
-    todo = [layer for layer in range(model.kv_shape.layers) if layer not in finished]
-    count = max(1, int(memory_bytes // each))
-    return (todo[start : start + count] for start in range(0, len(todo), count))
-
-
-def _fit_layer(
-    fit: list[States],
-    held_out: list[States],
-    gram: Tensor,
-    cfg: KVQuantConfig,
-    groups: int,
-    settings: OptRHSettings,
-    done: Callable[[], None],
-) -> dict[tuple[int, str], Fit]:
-    fits = {}
-    for group in range(groups):
-        parts = ([s.group(group, cfg.loops) for s in states] for states in (fit, held_out))
-        if cfg.rotation == "oscar":
-            pair = _judged_oscar(*parts, gram, cfg, settings.queries)
-            done()
-        else:
-            pair = fit_optr_h(*parts, gram, cfg, settings, done)
-        fits |= {(group, "k"): pair[0], (group, "v"): pair[1]}
-    return fits
-
-
-def _judged_oscar(fit: list[States], held_out: list[States], gram: Tensor, cfg: KVQuantConfig, queries: int):
-    """OSCAR's rotations of K and V, with OptR-H's losses of them and of Hadamard on the held-out texts."""
-    start = storable(hadamard_start(*fit[0].k.shape[1::2], gram.device))
-    key, value = map(storable, fit_oscar(fit, cfg))
-    of_key, of_value_after = losses_of([s.last(queries) for s in held_out], gram, cfg)
-    texts = range(len(held_out))
-    before = judge(start, None, of_key, texts, None, 0).after
-    key = judge(key, None, of_key, texts, before, 0)
-    of_value = of_value_after(key)
-    before = judge(start, None, of_value, texts, None, 0).after
-    return key, judge(value, None, of_value, texts, before, 0)
-
-
-def describe_layer(layer: int, losses: dict) -> str:
-    """One line per loop group of a layer, K and V: held-out loss of each head before (Hadamard) and after."""
-    lines = []
-    for name, loss in losses.items():
-        group, kind = name.split(".")
-        heads = (f"{a:.4g} -> {b:.4g}" for a, b in zip(loss["before"], loss["after"]))
-        lines.append(f"layer {layer + 1}, loop group {int(group) + 1}, {kind.upper()}: {', '.join(heads)}")
-    return "\n".join(lines)
-
-
-def loss_table(folder: str | Path) -> list[dict]:
-    """One row per layer, loop group, K or V and head of a calibration: held-out loss before and after, and the step.
-
-    Raises:
-        ResidualQuantError: no calibration, or a damaged one.
-    """
-    rows = []
-    for layer, parts in _Artefact.read(Path(folder)).about["losses"].items():
-        for name, loss in parts.items():
-            group, kind = name.split(".")
-            for head, (before, after, step) in enumerate(zip(loss["before"], loss["after"], loss["step"])):
-                place = {"layer": int(layer) + 1, "loop group": int(group) + 1, "of": kind.upper(), "head": head + 1}
-                change = f"{100 * (after / before - 1):+.1f} %" if before else ""
-                rows.append(
-                    place | {"Hadamard": f"{before:.4g}", "after": f"{after:.4g}", "change": change, "step": step}
-                )
-    return rows
-
-
-def _comparable(cfg: KVQuantConfig) -> dict:
-    """What of a configuration a rotation depends on: BF16 windows do not count."""
-    return replace(cfg, sink_tokens=0, recent_tokens=0).to_dict()
-
-
-def _identity(model, cfg, fit_texts, held_out, task, settings) -> dict:
-    """Everything that decides the rotations."""
-    texts = json.dumps([[list(map(int, ids)) for ids in part] for part in (fit_texts, held_out)])
-    return {
-        "format": FORMAT,
-        "model": model.name,
-        "weights": model.weights_hash,
-        "kv_shape": asdict(model.kv_shape),
-        "config": _comparable(cfg),
-        "task": task,
-        "texts": hashlib.sha256(texts.encode()).hexdigest(),
-        "fit_texts": len(fit_texts),
-        "held_out": len(held_out),
-        "settings": asdict(settings),
-    }
-
-
-def _fingerprint(about: Mapping) -> str:
-    """Hash of an identity; ties the two files of an artefact together."""
-    identity = {k: v for k, v in about.items() if k not in ("losses", "seconds", "provenance")}
-    return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
-
-
-@dataclass
-class _Artefact:
-    """The two files of a calibration, whole or in the making."""
-
-    folder: Path
-    about: dict
-    tensors: dict[str, Tensor] = field(default_factory=dict)
-
-    @classmethod
-    def resume(cls, folder: Path, identity: dict) -> _Artefact:
-        """What ``folder`` holds of the calibration ``identity``; an empty artefact where it holds none."""
-        from residualquant.repro.provenance import provenance
-
-        if not (folder / ABOUT_FILE).exists():
-            return cls(folder, {**identity, "losses": {}, "seconds": {}, "provenance": provenance()})
-        found = cls.read(folder)
-        wrong = [name for name in identity if found.about.get(name) != identity[name]]
-        if wrong:
-            raise ResidualQuantError(
-                f"{show(folder)} holds a calibration with another {wrong[0]} "
-                f"({found.about.get(wrong[0])!r}): give another folder or remove it"
-            )
-        return found
-
-    @classmethod
-    def read(cls, folder: Path) -> _Artefact:
-        """The artefact in ``folder``, without the layers that only one of its files knows.
-
-        Raises:
-            ResidualQuantError: a file is absent or damaged, or the two are of different calibrations.
-        """
-        from safetensors import SafetensorError, safe_open
-
-        try:
-            about = json.loads((folder / ABOUT_FILE).read_text())
-            with safe_open(folder / ROTATIONS_FILE, framework="pt") as file:
-                same = (file.metadata() or {}).get("calibration") == _fingerprint(about)
-                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-            known = {name: x for name, x in tensors.items() if name.split(".")[1] in about["losses"]}
-        except FileNotFoundError as error:
-            raise ResidualQuantError(f"{show(folder)} holds no calibration: run `residualquant calibrate`") from error
-        except (SafetensorError, OSError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
-            raise ResidualQuantError(f"the calibration in {show(folder)} is damaged: {error}") from error
-        if not same:
-            raise ResidualQuantError(f"the files in {show(folder)} belong to two different calibrations")
-        return cls(folder, about, known)
-
-    @property
-    def layers(self) -> set[int]:
-        """The layers that are finished."""
-        return {int(name.split(".")[1]) for name in self.tensors}
-
-    def add(self, layer: int, fits: dict[tuple[int, str], Fit], seconds: float) -> None:
-        """Keep one layer's fits and write both files, the matrices first."""
-        from safetensors.torch import save
-
-        losses = {}
-        for (group, kind), fit in fits.items():
-            self.tensors[f"{group}.{layer}.{kind}.matrix"] = fit.matrix.cpu().contiguous()
-            if fit.means is not None:
-                self.tensors[f"{group}.{layer}.{kind}.means"] = fit.means.cpu().contiguous()
-            losses[f"{group}.{kind}"] = {name: getattr(fit, name).tolist() for name in ("before", "after", "step")}
-        self.about["losses"][str(layer)] = losses
-        self.about["seconds"][str(layer)] = round(seconds, 2)
-        stored = save(dict(sorted(self.tensors.items())), {"calibration": _fingerprint(self.about)})
-        write_atomic(self.folder / ROTATIONS_FILE, stored)
-        write_atomic(self.folder / ABOUT_FILE, json.dumps(self.about, indent=1) + "\n")
-
-    def rotations(self, model: Ouro) -> RotationMap:
-        """The rotations of all loop groups and layers, on the model's device, after checking that they fit it.
-
-        Raises:
-            ResidualQuantError: a layer is missing, or a matrix is not orthogonal or has another shape.
-        """
-        shape, loops = model.kv_shape, len(self.about["config"]["bits"])
-        found: RotationMap = {}
-        for group in range(shape.loops // loops):
-            for layer in range(shape.layers):
-                for kind in "kv":
-                    name = f"{group}.{layer}.{kind}"
-                    if f"{name}.matrix" not in self.tensors:
-                        where = f"layer {layer + 1} is missing in {show(self.folder)}"
-                        raise ResidualQuantError(f"{where}: run `residualquant calibrate` again to finish it")
-                    found[group, layer, kind] = self._rotation(name, shape, loops, model.device)
-        return found
-
-    def _rotation(self, name: str, shape, loops: int, device: torch.device) -> Rotation:
-        matrix, means = self.tensors[f"{name}.matrix"], self.tensors.get(f"{name}.means")
-        heads, dim = shape.kv_heads, shape.head_dim
-        try:
-            if tuple(matrix.shape) != (heads, dim, dim) or (means is not None and means.shape != (loops, heads, dim)):
-                raise ValueError(f"its shape does not fit {heads} heads of {dim} channels and {loops} loops")
-            if means is not None and not torch.isfinite(means).all():
-                raise ValueError("its means are not finite")
-            return Rotation(matrix.to(device), None if means is None else means.to(device))
-        except ValueError as error:
-            raise ResidualQuantError(f"rotation {name} in {show(self.folder)} cannot be used: {error}") from error
-
-
-def load_rotations(folder: str | Path, model: Ouro, cfg: KVQuantConfig) -> RotationMap:
-    """The rotations kept in ``folder``, for the model and the configuration they were calibrated for.
-
-    (To code with a policy that borrows another one's rotations, as the paper's Next-loop does Last-loop's, load them
-    for the configuration they are of and give them to the engine with the other.)
-
-    Returns:
-        ``{(group, layer, "k" or "v"): Rotation}``, on the model's device.
-
-    Raises:
-        ResidualQuantError: no calibration, a damaged or unfinished one, or one of another model, shape or
-            configuration.
-    """
-    from residualquant.models.base import KVShape
-
-    artefact = _Artefact.read(Path(folder))
-    about, where = artefact.about, show(Path(folder))
-    if about.get("format") != FORMAT:
-        raise ResidualQuantError(f"{where} has format {about.get('format')!r}, this version reads {FORMAT}")
-    if about["weights"] != model.weights_hash:
-        raise ResidualQuantError(
-            f"{where} was calibrated for {about['model']} (weights {about['weights'][:12]}), "
-            f"not for {model.name} (weights {model.weights_hash[:12]})"
-        )
-    if about["kv_shape"] != asdict(model.kv_shape):
-        raise ResidualQuantError(f"{where} is of a cache of {KVShape(**about['kv_shape'])}, not {model.kv_shape}")
-    wanted = _comparable(cfg)
-    wrong = [name for name in wanted if about["config"].get(name) != wanted[name]]
-    if wrong:
-        raise ResidualQuantError(
-            f"{where} was calibrated for {wrong[0]}={about['config'].get(wrong[0])!r}, "
-            f"the configuration has {wanted[wrong[0]]!r}"
-        )
-    return artefact.rotations(model)
+def output_gram(model: LoopedModel, layer: int) -> Tensor:
+    """``W_O W_O^T / d_model`` per query head of one layer, [H, G, D, D] fp32."""
+    return gram_of(model.output_weight(layer).detach(), model.kv_shape.kv_heads, model.kv_shape.head_dim)
 
 
 def rotations_hash(rotations: RotationMap) -> str:
@@ -371,3 +226,129 @@ def rotations_hash(rotations: RotationMap) -> str:
         for part in (rotations[key].matrix, rotations[key].means):
             digest.update(b"-" if part is None else part.detach().cpu().contiguous().numpy().tobytes())
     return digest.hexdigest()
+
+
+def _keep_freed_memory() -> None:
+    """Tell glibc to keep freed memory for what comes next: fetching it anew at every step is half of a CPU's time."""
+    with contextlib.suppress(OSError, AttributeError):  # another C library
+        libc = ctypes.CDLL(None)
+        libc.mallopt(M_TRIM_THRESHOLD, 2**30)
+        libc.mallopt(M_MMAP_THRESHOLD, 2**25)
+
+
+def _check_config(model: LoopedModel, cfg: KVQuantConfig) -> int:
+    """Number of loop groups, after checking that there is something to fit."""
+    if cfg.rotation not in CALIBRATED or cfg.is_off:
+        what = "the BF16 cache" if cfg.is_off else f"rotation={cfg.rotation!r}"
+        raise ValueError(f"only rotation='oscar' and rotation='optr_h' are calibrated, got {what}")
+    return loop_groups(model.kv_shape, cfg)
+
+
+def _identity(
+    model: LoopedModel, cfg: KVQuantConfig, fit_texts: Texts, held_out: Texts, task: str, settings: OptRHSettings
+) -> dict:
+    """Everything that decides the rotations."""
+    texts = json.dumps([[list(map(int, ids)) for ids in part] for part in (fit_texts, held_out)])
+    return {
+        "format": FORMAT,
+        "model": model.name,
+        "weights": model.weights_hash,
+        "kv_shape": asdict(model.kv_shape),
+        "config": comparable(cfg),
+        "task": task,
+        "texts": hashlib.sha256(texts.encode()).hexdigest(),
+        "fit_texts": len(fit_texts),
+        "held_out": len(held_out),
+        "settings": asdict(settings),
+    }
+
+
+@dataclass
+class _Job:
+    """One configuration, its artefact, and the (loop group, layer) units that it still lacks."""
+
+    cfg: KVQuantConfig
+    artefact: Artefact
+    todo: set[Unit]
+
+    def describe(self) -> str:
+        """One line: mean held-out loss of K and V before (Hadamard) and after."""
+        parts = []
+        for kind in "kv":
+            losses = [unit[kind] for unit in self.artefact.about["losses"].values()]
+            before, after = (sum(sum(loss[n]) for loss in losses) for n in ("before", "after"))
+            count = sum(len(loss["before"]) for loss in losses)
+            parts.append(f"{kind.upper()} {before / count:.4g} -> {after / count:.4g}")
+        return f"{self.artefact.folder.name}: {', '.join(parts)}"
+
+
+class _Plan:
+    """What is captured and fitted together, within the memory."""
+
+    def __init__(self, model, jobs: Sequence[_Job], fit_texts, held_out, settings: OptRHSettings, memory_bytes):
+        self.on_cpu = model.device.type == "cpu"
+        if memory_bytes is None:
+            free = 0 if self.on_cpu else torch.cuda.mem_get_info(model.device)[0]
+            memory_bytes = CPU_MEMORY if self.on_cpu else CUDA_MEMORY_FRACTION * free
+        self.memory_bytes, self.shape, self.settings, self.held_out = memory_bytes, model.kv_shape, settings, held_out
+        self.longest = max(map(len, (*fit_texts, *held_out)))
+        every = any(job.todo and job.cfg.rotation == "oscar" for job in jobs)
+        self.texts = ((fit_texts, None if every else settings.queries), (held_out, settings.queries))
+        self.layers = sorted({layer for job in jobs for _, layer in job.todo})
+        self.query_heads = model.config.num_attention_heads
+        each = sum(captured_bytes(self.shape, self.query_heads, *kept) for kept in self.texts)
+        count = max(1, int(memory_bytes // each))
+        self.passes = [self.layers[i : i + count] for i in range(0, len(self.layers), count)]
+        chunks = [cfg for job in jobs for layers in self.passes for cfg, _ in self.chunks(job, layers)]
+        steps = sum(2 * settings.steps if cfg.rotation == "optr_h" else 1 for cfg in chunks)
+        self.total = len(self.passes) * (len(fit_texts) + len(held_out)) + steps
+
+    def chunks(self, job: _Job, layers: Sequence[int]) -> Iterator[tuple[KVQuantConfig, list[Unit]]]:
+        """How units of ``layers`` that the job lacks are coded, and as many of them as fit the memory; one on a CPU."""
+        alike: dict[KVQuantConfig, list[Unit]] = {}
+        for group, layer in sorted((u for u in job.todo if u[1] in layers), key=lambda u: (u[1], u[0])):
+            alike.setdefault(job.cfg.for_layer(layer), []).append((group, layer))
+        for cfg, units in alike.items():
+            count = 1 if self.on_cpu else max(1, int(self.memory_bytes // self._unit_bytes(cfg)))
+            yield from ((cfg, units[i : i + count]) for i in range(0, len(units), count))
+
+    def _unit_bytes(self, cfg: KVQuantConfig) -> float:
+        """About what fitting one unit holds: weights of the held-out texts thrice, and a step's intermediates."""
+        heads, dim, queries = self.shape.kv_heads, self.shape.head_dim, self.settings.queries
+        weights = 3 * len(self.held_out) * queries * self.query_heads * self.longest
+        step = 40 * self.settings.batch * self.longest * heads * dim
+        return 4 * cfg.loops * (weights + step)
+
+
+def _fit(
+    fit: list[States],
+    held_out: list[States],
+    gram: Tensor,
+    cfg: KVQuantConfig,
+    units: Sequence[Unit],
+    settings: OptRHSettings,
+    done: Callable[[], Any],
+) -> dict[Unit, dict[str, Fit]]:
+    """The fits of K and V of every unit, whose heads follow each other in the states."""
+    if cfg.rotation == "oscar":
+        pair = _judged_oscar(fit, held_out, gram, cfg, settings.queries)
+        done()
+    else:
+        pair = fit_optr_h(fit, held_out, gram, cfg, settings, done)
+    heads = gram.shape[0] // len(units)
+    parts = {unit: slice(i * heads, (i + 1) * heads) for i, unit in enumerate(units)}
+    return {unit: {kind: fit.heads(part) for kind, fit in zip("kv", pair)} for unit, part in parts.items()}
+
+
+def _judged_oscar(fit: list[States], held_out: list[States], gram: Tensor, cfg: KVQuantConfig, queries: int):
+    """OSCAR's rotations of K and V, with OptR-H's losses of them and of Hadamard on the held-out texts."""
+    most = BATCH_VALUES[gram.device.type]
+    start = storable(hadamard_start(gram.shape[0], gram.shape[-1], gram.device))
+    key, value = map(storable, fit_oscar(batches(fit, most), cfg))
+    texts = batches([s.last(queries) for s in held_out], most)
+    of_key, read_weights, of_value = losses_of(gram, cfg)
+    before = judge(start, None, of_key, texts, None, 0).after
+    key = judge(key, None, of_key, texts, before, 0)
+    texts = [(states, read_weights(states, key)) for states in texts]
+    before = judge(start, None, of_value, texts, None, 0).after
+    return key, judge(value, None, of_value, texts, before, 0)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,7 +22,7 @@ from torch import Tensor
 from residualquant.config import KVQuantConfig
 from residualquant.rotation.hadamard import hadamard_matrix
 from residualquant.rotation.recoding import fixed_means, recode
-from residualquant.rotation.states import LAST_QUERIES, States
+from residualquant.rotation.states import BATCH_VALUES, LAST_QUERIES, States, attend, batch, batches, tokens_of
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,7 @@ PAPER_SETTINGS = OptRHSettings()
 
 @dataclass(frozen=True, eq=False)
 class Fit:
-    """The rotation of K or V of one layer and loop group, and what it gained on the held-out texts.
+    """The rotations of K or V of some heads, and what they gained on the held-out texts.
 
     Attributes:
         matrix: [H, D, D] fp16, as stored.
@@ -71,11 +72,23 @@ class Fit:
     after: Tensor
     step: Tensor
 
+    def heads(self, part: slice) -> Fit:
+        """The fit of some of the heads."""
+        means = None if self.means is None else self.means[:, part]
+        return Fit(self.matrix[part], means, self.before[part], self.after[part], self.step[part])
+
 
 def storable(matrix: Tensor) -> Tensor:
-    """The nearest orthogonal matrix (polar factor, in FP64), rounded to FP16: what is stored and applied."""
-    left, _, right = torch.linalg.svd(matrix.double())
-    return (left @ right).half()
+    """The nearest orthogonal matrix, rounded to FP16: what is stored and applied.
+
+    Args:
+        matrix: [..., D, D], orthogonal up to rounding; Newton's iteration for its polar factor, in FP64, then
+            squares what is missing every time.
+    """
+    nearest = matrix.double()
+    for _ in range(4):
+        nearest = 1.5 * nearest - 0.5 * nearest @ (nearest.mT @ nearest)
+    return nearest.half()
 
 
 def hadamard_start(heads: int, head_dim: int, device: torch.device | str) -> Tensor:
@@ -96,25 +109,24 @@ def gram_of(weight: Tensor, heads: int, head_dim: int) -> Tensor:
 
 
 def output_energy(delta: Tensor, gram: Tensor) -> Tensor:
-    """``|Delta W_O|^2 / d_model`` (App. G) of head outputs ``delta`` [..., H, G, n, D]: [..., H, G, n]."""
-    return ((delta @ gram) * delta).sum(-1)
+    """``|Delta W_O|^2 / d_model`` (App. G) of head outputs ``delta`` [L, H, X, G, n, D]: [L, H, X, G, n]."""
+    return (torch.einsum("lhxgnd,hgde->lhxgne", delta, gram) * delta).sum(-1)
 
 
 def key_loss(states: States, gram: Tensor, k: Tensor) -> Tensor:
-    """L_K of every KV head, [H], where attention reads ``k`` [L, H, T, D] instead of the keys."""
-    values = states.v.float().unsqueeze(2)
-    log_true, log_read = states.log_weights(states.k.float()), states.log_weights(k)
-    true, read = log_true.exp(), log_read.exp()
+    """L_K of every KV head and text, [H, X], where attention reads ``k`` [L, H, X, T, D] instead of the keys."""
+    log_true, true, log_read = states.own_log_weights, states.own_weights, states.log_weights(k)
     divergence = (true * (log_true - log_read)).sum(-1)
-    return (divergence + output_energy((read - true) @ values, gram)).mean((0, 2, 3))
+    moved = attend(log_read.exp() - true, states.v.float())
+    return states.mean_of(divergence + output_energy(moved, gram))
 
 
 def value_loss(states: States, gram: Tensor, v: Tensor, weights: Tensor) -> Tensor:
-    """L_V of every KV head, [H], where attention of ``weights`` [L, H, G, n, T] reads ``v`` [L, H, T, D]."""
-    return output_energy(weights @ (v - states.v.float()).unsqueeze(2), gram).mean((0, 2, 3))
+    """L_V of every KV head and text, [H, X], where attention of ``weights`` [L, H, X, G, n, T] reads ``v``."""
+    return states.mean_of(output_energy(attend(weights, v - states.v.float()), gram))
 
 
-Loss = Callable[[int, Tensor, Tensor | None], Tensor]  # (text, matrix, centres) -> [H]
+Loss = Callable[[Any, Tensor, Tensor | None], Tensor]  # (texts, matrix, centres) -> [H, X]
 
 
 def centres_of(fit: Fit) -> Tensor | None:
@@ -122,10 +134,12 @@ def centres_of(fit: Fit) -> Tensor | None:
     return None if fit.means is None else (fit.means.unsqueeze(2) @ fit.matrix.float().mT).squeeze(2)
 
 
-def judge(matrix: Tensor, centres: Tensor | None, loss: Loss, texts: Sequence[int], start: Tensor, step: int) -> Fit:
-    """``matrix`` [H, D, D] fp16 as a fit: its mean loss on ``texts``, and ``start`` [H] to compare with, if given."""
+def judge(
+    matrix: Tensor, centres: Tensor | None, loss: Loss, held_out: Sequence, start: Tensor | None, step: int
+) -> Fit:
+    """``matrix`` [H, D, D] fp16 as a fit: its mean loss on ``held_out``, and ``start`` [H] to compare with."""
     with torch.no_grad():
-        losses = sum(loss(text, matrix.float(), centres) for text in texts) / len(texts)
+        losses = torch.cat([loss(texts, matrix.float(), centres) for texts in held_out], 1).mean(1)
     means = None if centres is None else (centres.unsqueeze(2) @ matrix.float()).squeeze(2)
     return Fit(matrix, means, losses if start is None else start, losses, torch.full_like(losses, step).long())
 
@@ -146,17 +160,20 @@ def _better(best: Fit, new: Fit) -> Fit:
 def optimise(
     start: Tensor,
     loss: Loss,
-    fit_texts: Sequence[int],
-    held_out: Sequence[int],
+    draw: Callable[[list[int]], Any],
+    count: int,
+    held_out: Sequence,
     centres_for: Callable[[Tensor], Tensor | None],
     settings: OptRHSettings,
-    done: Callable[[], None] = lambda: None,
+    done: Callable[[], Any] = lambda: None,
 ) -> Fit:
     """The best rotation met on the way from ``start`` [H, D, D], head by head.
 
     Args:
-        loss: per-head loss of one text under a matrix and centres; heads do not share anything.
-        fit_texts, held_out: indices of texts.
+        loss: loss of each head and text under a matrix and centres; heads do not share anything.
+        draw: the texts to fit with of these indices, as ``loss`` takes them.
+        count: how many there are.
+        held_out: texts to choose with, as ``loss`` takes them.
         centres_for: the fixed means under a matrix; between two checks they are held constant.
         settings: how to optimise.
         done: called after every step.
@@ -174,49 +191,48 @@ def optimise(
         if step == settings.steps:
             break
         matrix = start @ torch.linalg.matrix_exp(angles - angles.mT)
-        drawn = torch.randperm(len(fit_texts), generator=generator)[: settings.batch].tolist()
+        drawn = torch.randperm(count, generator=generator)[: settings.batch].tolist()
         optimiser.zero_grad()
-        (sum(loss(fit_texts[text], matrix, centres).sum() for text in drawn) / len(drawn)).backward()
+        loss(draw(drawn), matrix, centres).mean(1).sum().backward()
         optimiser.step()
         done()
     return best
 
 
-def read_weights(states: Sequence[States], cfg: KVQuantConfig, fit: Fit) -> list[Tensor]:
-    """Attention weights [L, H, G, n, T] of every text over its keys as ``fit`` codes them."""
-    with torch.no_grad():
-        return [s.log_weights(recode(s.k, cfg, fit.matrix.float(), centres_of(fit))).exp() for s in states]
+def recode_texts(x: Tensor, cfg: KVQuantConfig, matrix: Tensor, centres: Tensor | None) -> Tensor:
+    """:func:`recode` of K or V of several texts, [L, H, X, T, D]."""
+    return recode(x.flatten(2, 3), cfg, matrix, centres).view(x.shape)
 
 
-def losses_of(states: Sequence[States], gram: Tensor, cfg: KVQuantConfig) -> tuple[Loss, Callable[[Fit], Loss]]:
-    """L_K of each of ``states`` under a rotation, and the same for L_V once K's fit is known."""
+def losses_of(gram: Tensor, cfg: KVQuantConfig) -> tuple[Loss, Callable[[States, Fit], Tensor], Loss]:
+    """L_K of States; attention weights over the keys as K's fit codes them; L_V of (States, such weights)."""
 
-    def of_key(text: int, matrix: Tensor, centres: Tensor | None) -> Tensor:
-        return key_loss(states[text], gram, recode(states[text].k, cfg, matrix, centres))
+    def of_key(states: States, matrix: Tensor, centres: Tensor | None) -> Tensor:
+        return key_loss(states, gram, recode_texts(states.k, cfg, matrix, centres))
 
-    def of_value_after(key: Fit) -> Loss:
-        weights = read_weights(states, cfg, key)
+    @torch.no_grad()
+    def read_weights(states: States, key: Fit) -> Tensor:
+        return states.log_weights(recode_texts(states.k, cfg, key.matrix.float(), centres_of(key))).exp()
 
-        def of_value(text: int, matrix: Tensor, centres: Tensor | None) -> Tensor:
-            return value_loss(states[text], gram, recode(states[text].v, cfg, matrix, centres), weights[text])
+    def of_value(texts: tuple[States, Tensor], matrix: Tensor, centres: Tensor | None) -> Tensor:
+        states, weights = texts
+        return value_loss(states, gram, recode_texts(states.v, cfg, matrix, centres), weights)
 
-        return of_value
-
-    return of_key, of_value_after
+    return of_key, read_weights, of_value
 
 
 def fit_optr_h(
-    fit_states: Sequence[States],
+    fit_texts: Sequence[States],
     held_out: Sequence[States],
     gram: Tensor,
     cfg: KVQuantConfig,
     settings: OptRHSettings = PAPER_SETTINGS,
-    done: Callable[[], None] = lambda: None,
+    done: Callable[[], Any] = lambda: None,
 ) -> tuple[Fit, Fit]:
-    """The rotations of K (with means) and V of one layer and loop group.
+    """The rotations of K (with means) and V of any heads, which do not share anything.
 
     Args:
-        fit_states, held_out: the loop group's states on the texts to fit and to choose with.
+        fit_texts, held_out: the heads' states on the texts to fit and to choose with, one text each.
         gram: [H, G, D, D], from :func:`gram_of`.
         cfg: how K and V are coded: direct or residual, any reference.
         settings: how to optimise.
@@ -225,14 +241,32 @@ def fit_optr_h(
     Raises:
         ValueError: no text to fit or to choose with, or a head size without a Hadamard matrix.
     """
-    if not fit_states or not held_out:
-        raise ValueError(f"OptR-H needs texts to fit and to choose with, got {len(fit_states)} and {len(held_out)}")
-    states = [s.last(settings.queries) for s in (*fit_states, *held_out)]
-    to_fit, to_choose = range(len(fit_states)), range(len(fit_states), len(states))
-    _, heads, _, dim = states[0].k.shape
+    if not fit_texts or not held_out:
+        raise ValueError(f"OptR-H needs texts to fit and to choose with, got {len(fit_texts)} and {len(held_out)}")
+    heads, dim = gram.shape[0], gram.shape[-1]
+    most = BATCH_VALUES[gram.device.type]
+    fit_texts = [states.last(settings.queries) for states in fit_texts]
+    held_out = batches([states.last(settings.queries) for states in held_out], most)
+    keys = tokens_of([states.k for states in fit_texts], most)
     start = hadamard_start(heads, dim, gram.device)
-    keys = [s.k for s in fit_states]
-    of_key, of_value_after = losses_of(states, gram, cfg)
-    key = optimise(start, of_key, to_fit, to_choose, lambda t: fixed_means(keys, cfg, t), settings, done)
-    value = optimise(start, of_value_after(key), to_fit, to_choose, lambda t: None, settings, done)
+    of_key, read_weights, of_value = losses_of(gram, cfg)
+
+    def drawn(indices: list[int]) -> States:
+        return batch([fit_texts[i] for i in indices])
+
+    def with_weights(states: States) -> tuple[States, Tensor]:
+        return states, read_weights(states, key)
+
+    count = len(fit_texts)
+    key = optimise(start, of_key, drawn, count, held_out, lambda t: fixed_means(keys, cfg, t), settings, done)
+    value = optimise(
+        start,
+        of_value,
+        lambda indices: with_weights(drawn(indices)),
+        count,
+        [with_weights(states) for states in held_out],
+        lambda t: None,
+        settings,
+        done,
+    )
     return key, value

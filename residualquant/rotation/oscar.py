@@ -20,7 +20,7 @@ from torch import Tensor
 from residualquant.config import KVQuantConfig
 from residualquant.rotation.hadamard import hadamard_matrix
 from residualquant.rotation.recoding import quantisation_targets
-from residualquant.rotation.states import States
+from residualquant.rotation.states import States, attend
 
 
 def reversal(head_dim: int) -> Tensor:
@@ -54,10 +54,10 @@ def rotation_of_covariance(covariance: Tensor) -> Tensor:
 
 @torch.no_grad()
 def fit_oscar(texts: Iterable[States], cfg: KVQuantConfig) -> tuple[Tensor, Tensor]:
-    """The rotations of K and V of one layer and loop group, each [H, D, D] fp64.
+    """The rotations of K and V of any heads, each [H, D, D] fp64.
 
     Args:
-        texts: the loop group's states, with all their queries.
+        texts: the heads' states, with all their queries.
         cfg: how K and V are coded; decides what V's residuals are.
 
     Raises:
@@ -66,14 +66,14 @@ def fit_oscar(texts: Iterable[States], cfg: KVQuantConfig) -> tuple[Tensor, Tens
     keys = values = None
     count = 0
     for states in texts:
-        heads = states.k.shape[1]
-        queries = states.q.double().unflatten(1, (heads, -1)).transpose(0, 1).flatten(1, 3)  # [H, L G n, D]
+        there = (states.query_weight > 0).unsqueeze(-1)
+        queries = states.q.double().transpose(0, 1).flatten(1, 4)  # [H, L X G n, D], padding is 0
         weights = states.log_weights(states.k.double()).exp()
-        seen = weights @ quantisation_targets(states.v, cfg).double().unsqueeze(2)
-        seen = seen.transpose(0, 1).flatten(1, 3)
+        seen = attend(weights, quantisation_targets(states.v, cfg).double()) * there
+        seen = seen.transpose(0, 1).flatten(1, 4)
         key, value = queries.mT @ queries, seen.mT @ seen
         keys, values = (key, value) if keys is None else (keys + key, values + value)
-        count += queries.shape[1]
+        count += states.q.shape[0] * states.q.shape[3] * sum(states.lengths)
     if keys is None:
         raise ValueError("OSCAR needs at least one text, got 0")
     return rotation_of_covariance(keys / count), rotation_of_covariance(values / count)

@@ -37,16 +37,17 @@ class _StraightThrough(torch.autograd.Function):
         x, codes, metadata = ctx.saved_tensors
         scale, offset = metadata.float().split(1, -1)
         x, codes, grad = (t.unflatten(-1, (metadata.shape[-2], -1)) for t in (x, codes, grad))
-        place = (x - offset) / torch.where(scale > 0, scale, 1.0)
-        inside = ((place - 0.5).ceil() == codes) & (scale > 0)  # the code was not clamped
-        d_scale = torch.where(inside, codes - place, codes).mul_(grad).sum(-1, keepdim=True) * (scale > 0)
-        d_offset = torch.where(inside, 0.0, grad).sum(-1, keepdim=True)
+        place = (x - offset).div_(torch.where(scale > 0, scale, 1.0))
+        inside = (place - 0.5).ceil_().eq_(codes).mul_(scale > 0)  # 1 where the code was not clamped
+        own = grad * inside
+        d_scale = torch.sub(grad * codes, place.mul_(own)).sum(-1, keepdim=True) * (scale > 0)
+        d_offset = (grad - own).sum(-1, keepdim=True)
         # scale = (hi - lo) clip / levels;  offset = (lo + hi - (hi - lo) clip) / 2
-        lo, hi = (x == x.amin(-1, keepdim=True)), (x == x.amax(-1, keepdim=True))
         d_hi = d_scale * (ctx.clip / ctx.levels) + d_offset * ((1 - ctx.clip) / 2)
-        d_lo = d_offset - d_hi
-        ends = hi * (d_hi / hi.sum(-1, keepdim=True)) + lo * (d_lo / lo.sum(-1, keepdim=True))
-        return torch.where(inside, grad, 0.0).add_(ends).flatten(-2), None, None, None
+        for end, d_end in ((x.amax(-1, keepdim=True), d_hi), (x.amin(-1, keepdim=True), d_offset - d_hi)):
+            at_end = torch.eq(x, end, out=inside)
+            own.addcmul_(at_end, d_end / at_end.sum(-1, keepdim=True))
+        return own.flatten(-2), None, None, None
 
 
 def straight_through(x: Tensor, bits: int, group_size: int, int2_clip: float = 0.9) -> Tensor:
@@ -104,10 +105,9 @@ def recode(x: Tensor, cfg: KVQuantConfig, matrix: Tensor, centres: Tensor | None
     for step in coding_steps(cfg):
         target, prediction = _target(x, step, rebuilt, cfg)
         centre = None if centres is None else centres[step.slice].unsqueeze(2)
-        value = _rebuild(target, prediction, step, cfg, matrix, centre)
-        parts |= zip(step.loops, value)
+        parts[step.loops.start] = value = _rebuild(target, prediction, step, cfg, matrix, centre)
         rebuilt |= zip(step.loops, value.detach())
-    return torch.stack([parts[loop] for loop in range(cfg.loops)])
+    return torch.cat([parts[first] for first in sorted(parts)])
 
 
 @torch.no_grad()
@@ -154,7 +154,5 @@ def quantisation_targets(x: Tensor, cfg: KVQuantConfig) -> Tensor:
         [L, ..., D] fp32.
     """
     rebuilt = dict(enumerate(reconstruct(x, replace(cfg, rotation="none"))))
-    parts: dict[int, Tensor] = {}
-    for step in coding_steps(cfg):
-        parts |= zip(step.loops, _target(x.float(), step, rebuilt, cfg)[0])
-    return torch.stack([parts[loop] for loop in range(cfg.loops)])
+    parts = {step.loops.start: _target(x.float(), step, rebuilt, cfg)[0] for step in coding_steps(cfg)}
+    return torch.cat([parts[first] for first in sorted(parts)])

@@ -2,8 +2,9 @@
 
     --additional-config '{"residualquant": {"preset": "INT2/4 g=32", "rotation": "hadamard"}}'
 
-Names are ``preset`` (the paper's label), any field of :class:`residualquant.config.KVQuantConfig`, and ``rotations``
-(the folder that `residualquant calibrate` wrote). Without the part, K and V are kept raw at the model's dtype.
+Names are ``preset`` (the paper's label) with ``loops`` (of a group), any field of
+:class:`residualquant.config.KVQuantConfig`, and ``rotations`` (the folder that `residualquant calibrate` wrote).
+Without the part, K and V are kept raw at the model's dtype.
 """
 
 from __future__ import annotations
@@ -48,8 +49,13 @@ class Settings:
             raise ValueError(f'"{NAME}" must be an object such as {{"preset": "INT2/4 g=32"}}, got {values!r}')
         fields = dict(values)
         rotations, label = fields.pop("rotations", None), fields.pop("preset", None)
-        config = KVQuantConfig.from_dict(fields) if label is None else preset(label, shape.loops, **fields)
+        if label is None:
+            config = KVQuantConfig.from_dict(fields)
+        else:
+            config = preset(label, fields.pop("loops", min(4, shape.loops)), **fields)
         loop_groups(shape, config)
+        if config.layer_bits:
+            raise ValueError(f"pages of all layers have one size, got layer_bits={config.layer_bits}")
         if config.sink_tokens or config.recent_tokens:
             raise ValueError(
                 f"a paged cache has no BF16 windows, got sink_tokens={config.sink_tokens} "

@@ -44,7 +44,7 @@ def check_paged(paged: PackedPages, groups: int, kv_heads: int, device: torch.de
         for group in range(layout.groups)
         for kind in "kv"
     }
-    reference = PackedAttention(PackedCache(shape, layout.config, rotations, device))
+    reference = PackedAttention(PackedCache(shape, layout.config, rotations))
     pages = torch.full((9, kv_heads, layout.page_bytes_per_head), 255, dtype=torch.uint8, device=device)
     generator = torch.Generator().manual_seed(0)
     worst, done = 0.0, 0

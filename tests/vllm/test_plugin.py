@@ -66,6 +66,7 @@ def test_off_is_the_default():
 
 
 def test_settings_take_a_label_or_the_fields_of_a_configuration():
+    assert Settings.read({**PACKED, "loops": 2}, SHAPE).config.bits == (2, 4)
     by_label = Settings.read({**PACKED, "group_size": 16}, SHAPE)
     assert by_label.config == preset("INT2/4 g=16", rotation="hadamard")
     assert Settings.read(json.loads(json.dumps(by_label.config.to_dict())), SHAPE) == by_label
@@ -78,6 +79,7 @@ def test_settings_take_a_label_or_the_fields_of_a_configuration():
         ({"presets": "INT2/4 g=32"}, "unknown name in a KV configuration: presets"),
         ({"bits": [2, 2, 4]}, "do not divide into groups of 3"),
         ({**PACKED, "recent_tokens": 64}, "no BF16 windows, got sink_tokens=0 and recent_tokens=64"),
+        ({**PACKED, "layer_bits": [[0, [4, 4, 4, 4]]]}, "pages of all layers have one size, got layer_bits="),
         ({**PACKED, "rotation": "optr_h"}, 'rotation="optr_h" needs the folder of its "rotations", got None'),
         ({**PACKED, "rotations": "somewhere"}, 'rotation="hadamard" takes no "rotations"'),
         ("INT2/4 g=32", "must be an object"),
@@ -148,7 +150,7 @@ def rotations(tiny_ouro, tmp_path_factory):
     """A calibration of the tiny model."""
     folder = tmp_path_factory.mktemp("rotations")
     config = preset("INT2/4 g=32", rotation="oscar")
-    calibrate(load_model(tiny_ouro), config, [[1, 2, 3, 4] * 8], [[5, 6, 7] * 8], folder, progress=False)
+    calibrate(load_model(tiny_ouro), {folder: config}, [[1, 2, 3, 4] * 8], [[5, 6, 7] * 8], progress=False)
     return folder
 
 

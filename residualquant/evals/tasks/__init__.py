@@ -1,47 +1,90 @@
 """Four procedural tasks standing for the paper's benchmarks (App. A.2), for models small enough to ship.
 
-Each problem is a pure function of (task, level, seed). The level every evaluation uses was chosen on the scores of
-the BF16 cache and of direct INT2 (g = 32, no rotation) alone (``data/levels.csv``), then frozen here together with
-``TASKS_VERSION``. Levels 1 to 8 are what the shipped models were trained on; level 9 lies between them.
+Each problem is a pure function of (task, level, seed). The level at which a family of models is evaluated was chosen on
+the scores of the BF16 cache and of direct INT2 (g = 32, no rotation) alone (``data/levels.csv``), then frozen here
+together with ``TASKS_VERSION``. Levels 1 to 8 are what the shipped models were trained on (Mini-Huginn: 1 to 6); 9 and 10
+lie between and just beyond them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 from residualquant.evals.tasks import algebra, code, words
 from residualquant.evals.tasks.problem import Problem, is_test_prompt
 
 __all__ = [
     "EOS_ID",
-    "LEVEL",
-    "MAX_NEW_TOKENS",
-    "MODEL_OF_TASK",
+    "FROZEN",
+    "MODELS",
     "PAD_ID",
     "STANDS_FOR",
     "TASKS",
     "TASKS_VERSION",
+    "Frozen",
     "Problem",
+    "frozen",
     "is_test_prompt",
     "make_problem",
+    "problem_of",
     "problems",
 ]
 
 TASKS_VERSION = 1
 TASKS = ("words", "algebra", "stubs", "asserts")
 STANDS_FOR = {"words": "gsm8k", "algebra": "math500", "stubs": "humaneval", "asserts": "mbpp"}
-MODEL_OF_TASK = {
-    "words": "mini-ouro-maths",
-    "algebra": "mini-ouro-maths",
-    "stubs": "mini-ouro-code",
-    "asserts": "mini-ouro-code",
+
+
+@dataclass(frozen=True)
+class Frozen:
+    """How a task is put to a family of models: the ``level`` of its problems and the longest answer in tokens."""
+
+    level: int
+    max_new_tokens: int
+
+
+FROZEN = {
+    "ouro": {
+        "words": Frozen(8, 230),
+        "algebra": Frozen(9, 290),
+        "stubs": Frozen(9, 160),
+        "asserts": Frozen(9, 220),
+    },
+    "huginn": {
+        "words": Frozen(10, 250),
+        "algebra": Frozen(10, 310),
+        "stubs": Frozen(10, 190),
+        "asserts": Frozen(10, 250),
+    },
 }
-LEVEL = {"words": 8, "algebra": 9, "stubs": 9, "asserts": 9}
-MAX_NEW_TOKENS = {"words": 230, "algebra": 290, "stubs": 160, "asserts": 220}
+# The shipped model of each family for a task.
+MODELS = {
+    "ouro": {
+        "words": "mini-ouro-maths",
+        "algebra": "mini-ouro-maths",
+        "stubs": "mini-ouro-code",
+        "asserts": "mini-ouro-code",
+    },
+    "huginn": dict.fromkeys(TASKS, "mini-huginn"),
+}
 PAD_ID, EOS_ID = 0, 1
 
 _MAKERS = {"words": words.make, "algebra": algebra.make, "stubs": code.make_stub, "asserts": code.make_assert}
-LEVELS = (1, 2, 3, 4, 5, 6, 7, 8, 9)
+LEVELS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 10)
+
+
+def frozen(task: str, family: str) -> Frozen:
+    """Level and answer length of ``task`` for models of ``family``.
+
+    Raises:
+        ValueError: an unknown family or task.
+    """
+    if family not in FROZEN:
+        raise ValueError(f"no levels are frozen for models of the family {family!r}; known: {', '.join(FROZEN)}")
+    if task not in FROZEN[family]:
+        raise ValueError(f"unknown task {task!r}; known: {', '.join(TASKS)}")
+    return FROZEN[family][task]
 
 
 def make_problem(task: str, level: int, seed: int | str) -> Problem:
@@ -57,6 +100,18 @@ def make_problem(task: str, level: int, seed: int | str) -> Problem:
     return _MAKERS[task](level, seed)
 
 
+def problem_of(problem_id: str) -> Problem:
+    """The problem of an id such as "words/8/38".
+
+    Raises:
+        ValueError: no id of a procedural task.
+    """
+    task, *numbers = problem_id.split("/")
+    if task not in _MAKERS or len(numbers) != 2 or not all(number.isdigit() for number in numbers):
+        raise ValueError(f"no procedural task has a problem {problem_id!r}")
+    return make_problem(task, *map(int, numbers))
+
+
 def _stream(task: str, level: int, split: str) -> Iterator[Problem]:
     seed = 0
     while True:
@@ -66,17 +121,19 @@ def _stream(task: str, level: int, split: str) -> Iterator[Problem]:
         seed += 1
 
 
-def problems(task: str, n: int, split: str = "test", start: int = 0, level: int | None = None) -> list[Problem]:
-    """Problems ``start`` … ``start + n - 1`` of a split, at the task's frozen level unless ``level`` is given.
+def problems(
+    task: str, n: int, split: str = "test", start: int = 0, level: int | None = None, family: str = "ouro"
+) -> list[Problem]:
+    """Problems ``start`` … ``start + n - 1`` of a split, at the level frozen for ``family`` unless ``level`` is given.
 
     Raises:
-        ValueError: an unknown task, level or split, or a negative count.
+        ValueError: an unknown task, level, family or split, or a negative count.
     """
     if split not in ("train", "test"):
         raise ValueError(f"split must be 'train' or 'test', got {split!r}")
     if n < 0 or start < 0:
         raise ValueError(f"n and start must not be negative, got {n} and {start}")
-    stream = _stream(task, LEVEL[task] if task in LEVEL and level is None else level, split)
+    stream = _stream(task, frozen(task, family).level if level is None else level, split)
     for _ in range(start):
         next(stream)
     return [next(stream) for _ in range(n)]

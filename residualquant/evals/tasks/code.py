@@ -44,11 +44,12 @@ LEVELS = {
     7: ((10, 14), (4, 7), 2),
     8: ((10, 14), (4, 7), 3),
     9: ((10, 14), (4, 7), 4),
+    10: ((13, 17), (6, 9), 5),
 }
 # by difficulty: how often a constant is given as a sum; the largest constant; largest argument and shift of an example
-SUM_CHANCE = (0.0, 0.4, 0.8, 0.8, 0.1)
-LARGEST = (99, 99, 99, 400, 99)
-EXAMPLE_RANGE = ((40, 50), (99, 99), (200, 150), (500, 400), (240, 170))
+SUM_CHANCE = (0.0, 0.4, 0.8, 0.8, 0.1, 0.4)
+LARGEST = (99, 99, 99, 400, 99, 99)
+EXAMPLE_RANGE = ((40, 50), (99, 99), (200, 150), (500, 400), (240, 170), (103, 102))
 Glossary = tuple[list[str], dict[str, str], dict[str, str]]
 
 

@@ -1,0 +1,366 @@
+// Decode attention over packed pages, in code space.
+//
+// One query token per sequence attends to a past that is stored as codes (docs/page_layout.md). Nothing is
+// dequantised: with the metadata folded out of the sums, in rotated space and for kinds k (the anchor, then the
+// residuals on the way to the loop asked for) with weights w_k (products of coefficients alpha),
+//
+//   score_t = sum_k w_kt (q.mu_k + sum_j [s_ktj (sum_{i in j} q_i c_kti) + o_ktj (sum_{i in j} q_i)])
+//   out_i   = sum_k sum_t (p_t w_kt s_ktj) c_kti + sum_k sum_t (p_t w_kt o_ktj)          j the group of channel i
+//
+// both inner sums are matrix products of codes, m16n8k16 in f16 with f32 sums. A group's partial sum must come out
+// alone, so every (kind, group) has a column of its own: at g = 32, D = 128 the 4 + 4 groups of an anchor and a
+// residual fill the 8 columns. Codes become f16 by one AND per two codes: they are f16 numbers below the normal range.
+//
+// Roofline, per token and KV head, K and V together, D = 128, g = 32, for a copy bandwidth of 4.3 TB/s over 132
+// multiprocessors at 1.8 GHz (18.1 bytes a clock each):
+//
+//                     bytes   codes   codes a clock   instructions a code at 4 warps a clock
+//   residual loop     228     512     40.7            3.15
+//   anchor loop       144     256     32.2            3.98
+//
+// Warp instructions for a tile of 16 tokens of a residual loop, from the SASS: 160 to take codes apart, 33 matrix
+// products, 18 loads from shared memory, 73 copies and their addresses, 130 metadata, weights and softmax: 417, or 1.6 a
+// code; 806 fit at the roofline. 230 are on the integer pipe: 115 of the 200 clocks a tile has there.
+// Stage 3,648 bytes, 3 stages for each of 4 warps: 47 KiB a block with scratch, 4 blocks a multiprocessor at no more
+// than 128 registers: 16 warps with 2 tiles each on the way, 114 KiB in flight where 26-35 KiB cover the latency.
+// Prediction: 85 % of the copy bandwidth for both loops at 16k tokens and batch >= 8.
+//
+// Grid: (splits * query head sets, KV heads, batch). A block takes one split of a sequence; each of its warps takes
+// every fourth tile with its own pages, stages and softmax, and the warps are combined at the end. A second kernel
+// combines the splits with the current BF16 token and rotates the output back once.
+#include "decode_tile.cuh"
+
+constexpr int ACCUMULATORS = QUERY_HEADS * PAIRS * ROW_TILES * 4;
+constexpr int BLOCKS_PER_SM = ACCUMULATORS <= 32 ? 4 : 2;
+constexpr int STAGE_BUDGET = (BLOCKS_PER_SM == 4 ? 50 : 88) * 1024 / WARPS;
+constexpr int STAGES = STAGE_BUDGET / STAGE_BYTES < 2 ? 2 : smaller(STAGE_BUDGET / STAGE_BYTES, 4);
+constexpr int COLUMN_THREADS = HEAD_DIM / 8, ROW_SETS = THREADS / COLUMN_THREADS;  // of the query's rotation
+constexpr int SCRATCH_FLOATS = QUERY_HEADS * HEAD_DIM * (ROW_SETS + 1);
+constexpr int SHARED_BYTES = WARPS * STAGES * STAGE_BYTES + SCRATCH_FLOATS * 4;
+static_assert(SCRATCH_FLOATS >= QUERY_HEADS * WARPS * (HEAD_DIM + 2), "the epilogue's sums must fit in the scratch");
+
+constexpr int MERGE_ROWS = 4;             // sequences that a block of the merging kernel serves
+
+// ---------------------------------------------------------------- the query
+
+// Rotate the queries of this block into `rotated` [QUERY_HEADS, D].
+__device__ void rotate_queries(const Arguments& arg, int row, int head, int kv_head, float* scratch, float* rotated) {
+  const int thread = threadIdx.x;
+  const uint16_t* q = arg.q + row * arg.q_stride + head * arg.q_head_stride;
+  if (arg.k_matrix == nullptr) {
+    for (int i = thread; i < QUERY_HEADS * HEAD_DIM; i += THREADS) {
+      rotated[i] = bf16_to_float(q[i / HEAD_DIM * arg.q_head_stride + i % HEAD_DIM]);
+    }
+    sync_block();
+    return;
+  }
+  const __half* matrix = arg.k_matrix + kv_head * arg.k_matrix_stride;
+  const int set = thread / COLUMN_THREADS, column = thread % COLUMN_THREADS * 8;
+  float sums[QUERY_HEADS][8] = {};
+  if (set < ROW_SETS) {
+#pragma unroll 8
+    for (int i = set; i < HEAD_DIM; i += ROW_SETS) {
+      const uint4 eight = *reinterpret_cast<const uint4*>(matrix + i * HEAD_DIM + column);
+      const uint32_t words[4] = {eight.x, eight.y, eight.z, eight.w};
+#pragma unroll
+      for (int h = 0; h < QUERY_HEADS; ++h) {
+        const float x = bf16_to_float(q[h * arg.q_head_stride + i]);
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          sums[h][2 * j] += x * low_half(words[j]);
+          sums[h][2 * j + 1] += x * high_half(words[j]);
+        }
+      }
+    }
+#pragma unroll
+    for (int h = 0; h < QUERY_HEADS; ++h) {
+#pragma unroll
+      for (int j = 0; j < 8; ++j) scratch[(set * QUERY_HEADS + h) * HEAD_DIM + column + j] = sums[h][j];
+    }
+  }
+  sync_block();
+  for (int i = thread; i < QUERY_HEADS * HEAD_DIM; i += THREADS) {
+    float total = 0.0f;
+    for (int s = 0; s < ROW_SETS; ++s) total += scratch[s * QUERY_HEADS * HEAD_DIM + i];
+    rotated[i] = total;
+  }
+  sync_block();
+}
+
+// The power of two that brings the largest |z| near 2^9, where f16 keeps all bits of everything that matters.
+__device__ float query_unit(const float* z, int lane) {
+  float largest = 0.0f;
+  for (int i = lane; i < HEAD_DIM; i += LANES) largest = fmaxf(largest, fabsf(z[i]));
+  largest = max_over_warp(largest);
+  return largest > 1e-30f && largest < 1e30f ? exp2f(static_cast<float>(9 - ilogbf(largest))) : 1.0f;
+}
+
+// Value of z in `half` of a pair's B operand for `column`: zero outside the column's group, and divided by the place
+// that the codes are taken out at.
+__device__ __forceinline__ float query_value(const float* z, int pair, int column, int t, int k_pair, int half) {
+  float value = 0.0f;
+  static_for<2>([&](auto index) {
+    constexpr int which = index;
+    const int kind = 2 * pair + which, bits = bits_of(kind), channel = k_channel(bits, t, k_pair, half);
+    if (kind < KINDS && column / SLOTS == which && slot_of(kind, channel) == column % SLOTS) {
+      value = z[channel] / (1 << pick_position(bits, k_pick(bits, k_pair)));
+    }
+  });
+  return value;
+}
+
+__device__ void prepare_query(const Arguments& arg, const float* z, int kv_head, int lane, Query& query) {
+  const int g = lane / 4, t = lane % 4;
+  const float unit = query_unit(z, lane);
+  query.factor = static_cast<float>(arg.scale * 1.4426950408889634) * CODE_UNIT / unit;
+  static_for<PAIRS>([&](auto index) {
+    constexpr int pair = index;
+    float total[COLUMN_TILES] = {};
+    static_for<K_PAIRS>([&](auto index) {
+      constexpr int p = index;
+      constexpr int tile = k_block(p) * BLOCK / COLUMN_TILE;
+      const uint32_t b = pack_half2(query_value(z, pair, g, t, p, 0) * unit, query_value(z, pair, g, t, p, 1) * unit);
+      const int kind = 2 * pair + g / SLOTS, bits = kind == 0 ? FIRST_BITS : OTHER_BITS;
+      query.b[pair][p] = b;
+      total[tile] += (low_half(b) + high_half(b)) * (1 << pick_position(bits, k_pick(bits, p)));
+    });
+    static_for<COLUMN_TILES>([&](auto index) {
+      constexpr int tile = index;
+      float column = total[tile] / CODE_UNIT;
+      column += from_neighbour(column, 1);
+      column += from_neighbour(column, 2);
+      query.sum[pair][tile][0] = from_lane(column, 8 * t);
+      query.sum[pair][tile][1] = from_lane(column, 8 * t + 4);
+    });
+    query.mean[pair] = 0.0f;
+    static_for<2>([&](auto index) {
+      constexpr int which = index;
+      constexpr int kind = 2 * pair + which;
+      if constexpr (kind < KINDS) {
+        if (arg.means[kind] != nullptr) {
+          const float* mean = arg.means[kind] + kv_head * arg.mean_stride;
+          float dot = 0.0f;
+          for (int i = lane; i < HEAD_DIM; i += LANES) dot += z[i] * mean[i];
+          dot = sum_over_warp(dot) * unit / CODE_UNIT;
+          if (t == which * SLOTS / 2) query.mean[pair] = dot;
+        }
+      }
+    });
+  });
+}
+
+// ---------------------------------------------------------------- the end of a split
+
+// This lane's share of channel v_channel(g, row_tile, half): each kind's sum is in the column of the channel's group.
+template <int ROW_TILE>
+__device__ __forceinline__ float collect(const Running& run, int g, int t, int half) {
+  constexpr int tile = v_block(ROW_TILE) * BLOCK / COLUMN_TILE;
+  const int channel = v_channel(g, ROW_TILE, half);
+  float value = 0.0f;
+  static_for<PAIRS>([&](auto index) {
+    constexpr int pair = index;
+    static_for<4>([&](auto index) {
+      constexpr int i = index;
+      constexpr int which = i / 2, c = i % 2, kind = 2 * pair + which;
+      if constexpr (kind < KINDS) {
+        const float unit = CODE_UNIT / (1 << pick_position(bits_of(kind), v_pick(bits_of(kind), ROW_TILE, half)));
+        if (which * SLOTS + slot_of(kind, channel) == 2 * t + c) {
+          value += run.out[pair][ROW_TILE][2 * half + c] * unit + run.offsets[pair][tile][c];
+        }
+      }
+    });
+  });
+  return value;
+}
+
+// Combine the warps and write the split's values, divided by their weight, and the log2 of that weight.
+__device__ void write_split(const Arguments& arg, const Running (&run)[QUERY_HEADS], float* scratch, int row, int head,
+                            int split) {
+  const int warp = threadIdx.x / LANES, lane = threadIdx.x % LANES, g = lane / 4, t = lane % 4;
+  constexpr int width = HEAD_DIM + 2;
+  sync_block();  // the scratch has been the query's
+#pragma unroll
+  for (int h = 0; h < QUERY_HEADS; ++h) {
+    float* mine = scratch + (h * WARPS + warp) * width;
+    static_for<ROW_TILES * 2>([&](auto index) {
+      constexpr int i = index;
+      float value = collect<i / 2>(run[h], g, t, i % 2);
+      value += from_neighbour(value, 1);
+      value += from_neighbour(value, 2);
+      if (t == 0) mine[v_channel(g, i / 2, i % 2)] = value;
+    });
+    const float total = sum_over_warp(run[h].total) / 4;  // the four lanes of a row hold the same tokens
+    if (lane == 0) mine[HEAD_DIM] = run[h].maximum, mine[HEAD_DIM + 1] = total;
+  }
+  sync_block();
+  for (int i = threadIdx.x; i < QUERY_HEADS * HEAD_DIM; i += THREADS) {
+    const float* warps = scratch + i / HEAD_DIM * WARPS * width;
+    float maximum = -INFINITY, total = 0.0f, value = 0.0f;
+    for (int w = 0; w < WARPS; ++w) maximum = fmaxf(maximum, warps[w * width + HEAD_DIM]);
+    for (int w = 0; w < WARPS; ++w) {
+      const float share = exp2_fast(warps[w * width + HEAD_DIM] - maximum);
+      total += share * warps[w * width + HEAD_DIM + 1];
+      value += share * warps[w * width + i % HEAD_DIM];
+    }
+    const int64_t place = ((row * arg.query_heads) + head + i / HEAD_DIM) * arg.splits + split;
+    arg.partial[place * HEAD_DIM + i % HEAD_DIM] = value / total;
+    if (i % HEAD_DIM == 0) arg.lse[place] = maximum + log2f(total) - P_EXPONENT;
+  }
+}
+
+// Attention of QUERY_HEADS query heads over one split of a sequence's past.
+__global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) decode_attention_kernel(const Arguments arg) {
+  const int warp = threadIdx.x / LANES, lane = threadIdx.x % LANES;
+  const int sets = static_cast<int>(arg.query_heads / arg.kv_heads) / QUERY_HEADS;
+  const int split = blockIdx.x / sets, kv_head = blockIdx.y, row = blockIdx.z;
+  const int head = (kv_head * sets + blockIdx.x % sets) * QUERY_HEADS;
+  const int length = arg.lengths[row], tiles = ceil_div(length, TILE_TOKENS);
+  const int per_split = ceil_div(tiles, static_cast<int>(arg.splits));
+  const int begin = split * per_split, end = smaller(begin + per_split, tiles);
+  if (begin >= end) {
+    if (threadIdx.x < QUERY_HEADS) arg.lse[(row * arg.query_heads + head + threadIdx.x) * arg.splits + split] = -INFINITY;
+    return;
+  }
+  uint8_t* stages = shared_memory() + warp * STAGES * STAGE_BYTES;
+  float* scratch = reinterpret_cast<float*>(shared_memory() + WARPS * STAGES * STAGE_BYTES);
+  float* rotated = scratch + QUERY_HEADS * HEAD_DIM * ROW_SETS;
+
+  const int count = begin + warp < end ? ceil_div(end - begin - warp, WARPS) : 0;
+  TileStream stream(arg, arg.block_table + row * arg.table_stride, arg.pages + kv_head * arg.page_head_stride, stages,
+                    lane, begin + warp, count);
+#pragma unroll
+  for (int stage = 0; stage < STAGES - 1; ++stage) stream.issue(stage);
+
+  rotate_queries(arg, row, head, kv_head, scratch, rotated);
+  Query query[QUERY_HEADS];
+#pragma unroll
+  for (int h = 0; h < QUERY_HEADS; ++h) prepare_query(arg, rotated + h * HEAD_DIM, kv_head, lane, query[h]);
+
+  const ReadPlaces places(lane / 4, lane % 4);
+  Running run[QUERY_HEADS];
+  int stage = 0;
+  for (int i = 0; i < count; ++i) {
+    wait_for_copies<STAGES - 2>();
+    sync_warp();  // every lane's copies have landed, and every lane is done with the stage before
+    stream.issue(stage == 0 ? STAGES - 1 : stage - 1);
+    uint8_t* tile = stages + stage * STAGE_BYTES;
+    const int valid = length - (begin + warp + i * WARPS) * TILE_TOKENS;
+    if (valid < TILE_TOKENS) clear_tail(tile, valid, lane);
+    float scores[QUERY_HEADS][2];
+    score_tile(tile, places, query, lane, scores);
+#pragma unroll
+    for (int h = 0; h < QUERY_HEADS; ++h) {
+      if (valid < TILE_TOKENS) {
+        if (lane / 4 * 2 >= valid) scores[h][0] = -INFINITY;
+        if (lane / 4 * 2 + 1 >= valid) scores[h][1] = -INFINITY;
+      }
+      softmax_tile(scores[h], run[h]);
+    }
+    add_values(tile, places, scores, lane, run);
+    stage = stage == STAGES - 1 ? 0 : stage + 1;
+  }
+  write_split(arg, run, scratch, row, head, split);
+}
+
+// ---------------------------------------------------------------- splits and the current token
+
+// Weight of each split and of the current token in one row, and the weighted sum of the splits in rotated space.
+__device__ void merge_row(const Arguments& arg, int row, int head, int kv_head, int lane, float* past, float* current) {
+  const uint16_t* q = arg.q + row * arg.q_stride + head * arg.q_head_stride;
+  const uint16_t* k = arg.k + row * arg.k_stride + kv_head * arg.k_head_stride;
+  float dot = 0.0f;
+  for (int i = lane; i < HEAD_DIM; i += LANES) dot += bf16_to_float(q[i]) * bf16_to_float(k[i]);
+  const float own = sum_over_warp(dot) * static_cast<float>(arg.scale * 1.4426950408889634);
+
+  const int splits = static_cast<int>(arg.splits);
+  const int64_t place = (row * arg.query_heads + head) * arg.splits;
+  float maximum = own;
+  for (int s = 0; s < splits; ++s) maximum = fmaxf(maximum, arg.lse[place + s]);
+  float total = exp2f(own - maximum), sums[HEAD_DIM / LANES] = {};
+  *current = total;
+  for (int s = 0; s < splits; ++s) {
+    const float share = exp2f(arg.lse[place + s] - maximum);
+    total += share;
+#pragma unroll
+    for (int i = 0; i < HEAD_DIM / LANES; ++i) {  // an empty split was not written
+      if (share > 0.0f) sums[i] += share * arg.partial[(place + s) * HEAD_DIM + i * LANES + lane];
+    }
+  }
+  *current /= total;
+#pragma unroll
+  for (int i = 0; i < HEAD_DIM / LANES; ++i) past[i * LANES + lane] = sums[i] / total;
+}
+
+__device__ __forceinline__ void write_channel(const Arguments& arg, int row, int head, int kv_head, int channel,
+                                              float past, float current) {
+  const float own = bf16_to_float(arg.v[row * arg.v_stride + kv_head * arg.v_head_stride + channel]);
+  const int64_t place = row * arg.out_stride + head * arg.out_head_stride + channel;
+  const float value = past + current * own;
+  if (arg.out_is_float) static_cast<float*>(arg.out)[place] = value;
+  else static_cast<uint16_t*>(arg.out)[place] = float_to_bf16(value);
+}
+
+// out = (past sum) U_V^T + the current token's share, for MERGE_ROWS sequences of one query head.
+__global__ void __launch_bounds__(THREADS) merge_splits_kernel(const Arguments arg) {
+  const int thread = threadIdx.x, warp = thread / LANES, lane = thread % LANES;
+  const int head = blockIdx.x, kv_head = head / static_cast<int>(arg.query_heads / arg.kv_heads);
+  const int first = blockIdx.y * MERGE_ROWS, rows = smaller(MERGE_ROWS, static_cast<int>(arg.batch) - first);
+  float* past = reinterpret_cast<float*>(shared_memory());  // [MERGE_ROWS, D], then [MERGE_ROWS]
+  float* current = past + MERGE_ROWS * HEAD_DIM;
+  for (int r = warp; r < MERGE_ROWS; r += WARPS) {
+    if (r < rows) {
+      float share;
+      merge_row(arg, first + r, head, kv_head, lane, past + r * HEAD_DIM, &share);
+      if (lane == 0) current[r] = share;
+    } else {
+      for (int i = lane; i < HEAD_DIM; i += LANES) past[r * HEAD_DIM + i] = 0.0f;
+    }
+  }
+  sync_block();
+  if (arg.v_matrix == nullptr) {
+    for (int i = thread; i < rows * HEAD_DIM; i += THREADS) {
+      write_channel(arg, first + i / HEAD_DIM, head, kv_head, i % HEAD_DIM, past[i], current[i / HEAD_DIM]);
+    }
+    return;
+  }
+  const __half* matrix = arg.v_matrix + kv_head * arg.v_matrix_stride;
+  for (int channel = warp; channel < HEAD_DIM; channel += WARPS) {
+    float sums[MERGE_ROWS] = {};
+#pragma unroll
+    for (int j = 2 * lane; j < HEAD_DIM; j += 2 * LANES) {
+      const uint32_t two = *reinterpret_cast<const uint32_t*>(matrix + channel * HEAD_DIM + j);
+#pragma unroll
+      for (int r = 0; r < MERGE_ROWS; ++r) {
+        sums[r] += past[r * HEAD_DIM + j] * low_half(two) + past[r * HEAD_DIM + j + 1] * high_half(two);
+      }
+    }
+#pragma unroll
+    for (int r = 0; r < MERGE_ROWS; ++r) {
+      const float value = sum_over_warp(sums[r]);
+      if (lane == r && r < rows) write_channel(arg, first + r, head, kv_head, channel, value, current[r]);
+    }
+  }
+}
+
+extern "C" {
+
+// Sizes that a caller checks its mirror of Arguments against.
+int decode_attention_arguments_bytes() { return sizeof(Arguments); }
+
+// Blocks of the first kernel that fit on a multiprocessor: what the number of splits is chosen by.
+int decode_attention_blocks_per_sm() { return BLOCKS_PER_SM; }
+
+// Both kernels, on a stream; returns a cudaError_t.
+int decode_attention(const Arguments* arguments, void* stream) {
+  const Arguments& arg = *arguments;
+  const int sets = static_cast<int>(arg.query_heads / arg.kv_heads) / QUERY_HEADS;
+  const dim3 grid(static_cast<unsigned>(arg.splits * sets), static_cast<unsigned>(arg.kv_heads),
+                  static_cast<unsigned>(arg.batch));
+  const int status = launch(decode_attention_kernel, grid, THREADS, SHARED_BYTES, stream, arg);
+  if (status != 0) return status;
+  const dim3 merge_grid(static_cast<unsigned>(arg.query_heads),
+                        static_cast<unsigned>(ceil_div(static_cast<int>(arg.batch), MERGE_ROWS)));
+  const int merge_bytes = MERGE_ROWS * (HEAD_DIM + 1) * 4;
+  return launch(merge_splits_kernel, merge_grid, THREADS, merge_bytes, stream, arg);
+}
+}

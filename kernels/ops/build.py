@@ -1,0 +1,193 @@
+"""CUDA kernels compiled ahead of time by plain nvcc and loaded by ctypes: ``python -m residualquant.kernels.build``.
+
+A *variant* is one set of compile-time choices (head size, bits, group sizes, ...) and becomes one shared library with
+a C interface, so neither torch's ABI nor its extension builder is involved and a build takes seconds. Libraries lie in
+``build/kernels`` under a hash of the sources, the flags and the compiler; what is missing is compiled on first use.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+from residualquant.config import PRESETS, preset
+from residualquant.errors import ResidualQuantError
+from residualquant.layout import PageLayout, loops_read
+from residualquant.repro.paths import kernels_dir, show
+
+FLAGS = ("-std=c++17", "-O3", "--shared", "-Xcompiler", "-fPIC", "-Xptxas", "-v")
+HEAD_DIMS = (64, 96, 128, 256)
+CODE_BITS = (2, 4)
+MOST_KINDS = 4
+
+
+@dataclass(frozen=True)
+class Variant:
+    """Compile-time choices of decode_attention.cu; the macro of a field is its name in capitals.
+
+    Attributes:
+        head_dim: channels per head (D).
+        page_tokens: tokens per page (S).
+        kinds: stored loops that are read: 1 alone, 2 an anchor and a residual, up to 4 in a chain.
+        first_bits, first_group: precision of the loop that is rebuilt first (the anchor).
+        other_bits, other_group: of the others.
+        has_alpha: whether the others store a coefficient.
+        query_heads: query heads per KV head that one block serves.
+    """
+
+    head_dim: int
+    page_tokens: int
+    kinds: int
+    first_bits: int
+    first_group: int
+    other_bits: int
+    other_group: int
+    has_alpha: int
+    query_heads: int
+
+    @property
+    def macros(self) -> list[str]:
+        """Definitions for the compiler."""
+        return [f"-D{name.upper()}={value}" for name, value in dataclasses.asdict(self).items()]
+
+
+def variant_for(layout: PageLayout, loop: int, queries_per_head: int = 1) -> Variant | str:
+    """The variant that reads ``loop`` of pages of ``layout``, or why there is none.
+
+    Args:
+        layout: of the pages.
+        loop: loop within its group, from 0.
+        queries_per_head: query heads per KV head.
+    """
+    cfg = layout.config
+    kinds = loops_read(cfg, loop)[::-1]
+    first, others = kinds[0], kinds[1:]
+    precisions = {(cfg.bits[kind], cfg.group_sizes[kind]) for kind in others} or {(2, 32)}
+    if layout.head_dim not in HEAD_DIMS:
+        return f"head_dim must be one of {', '.join(map(str, HEAD_DIMS))}, got {layout.head_dim}"
+    if any(cfg.bits[kind] not in CODE_BITS for kind in kinds):
+        return f"bits must be 2 or 4, got {[cfg.bits[kind] for kind in kinds]} for loop {loop}"
+    if len(precisions) > 1:
+        return f"the residuals of a chain must have one precision, got {sorted(precisions)} for loop {loop}"
+    if len(kinds) > MOST_KINDS:
+        return f"at most {MOST_KINDS} stored loops can be read at once, got {len(kinds)} for loop {loop}"
+    ((other_bits, other_group),) = precisions
+    has_alpha = int(bool(others) and cfg.coefficient != "unit")
+    room = layout.head_dim <= 128 and len(kinds) <= 2  # in registers, for the sums of two query heads
+    query_heads = 2 if room and queries_per_head % 2 == 0 else 1
+    codes = (cfg.bits[first], cfg.group_sizes[first], other_bits, other_group)
+    return Variant(layout.head_dim, layout.page_tokens, len(kinds), *codes, has_alpha, query_heads)
+
+
+def paper_variants() -> list[Variant]:
+    """Every variant that the paper's configurations need, for Ouro (D = 128) and Huginn (D = 96)."""
+    found: dict[Variant, None] = {}
+    for head_dim in (128, 96):
+        for label in PRESETS:
+            for reference in ("last", "direct", "next"):
+                layout = PageLayout(preset(label, reference=reference), head_dim)
+                for loop in range(layout.config.loops):
+                    variant = variant_for(layout, loop)
+                    if isinstance(variant, Variant):
+                        found[variant] = None
+    return list(found)
+
+
+def sources() -> list[Path]:
+    """decode_attention.cu and the headers beside it: in the checkout, or inside an installed package."""
+    here = Path(__file__).resolve().parent
+    folder = next(folder for folder in (here / "cuda", here.parent / "cuda") if folder.is_dir())
+    return [folder / "decode_attention.cu", *sorted(folder.glob("*.cuh"))]
+
+
+@lru_cache(maxsize=1)
+def compiler() -> str | None:
+    """Path of nvcc: on the PATH, under $CUDA_HOME or in /usr/local/cuda; None where there is none."""
+    for folder in (None, os.environ.get("CUDA_HOME"), "/usr/local/cuda"):
+        if found := shutil.which("nvcc", path=None if folder is None else f"{folder}/bin"):
+            return found
+    return None
+
+
+def library_path(variant: Variant, architecture: str) -> Path:
+    """Where the library of ``variant`` for ``architecture`` ("sm_90") is kept."""
+    digest = hashlib.sha256(_compiler_version().encode())
+    for source in sources():
+        digest.update(source.read_bytes())
+    digest.update(repr((variant.macros, architecture, FLAGS)).encode())
+    return kernels_dir() / f"decode_{architecture}_{digest.hexdigest()[:16]}.so"
+
+
+@lru_cache(maxsize=1)
+def _compiler_version() -> str:
+    return subprocess.run([compiler(), "--version"], capture_output=True, text=True, check=True).stdout
+
+
+def compile_variant(variant: Variant, architecture: str, target: Path) -> str:
+    """Compile ``variant`` into ``target``; returns what the assembler says about registers and shared memory.
+
+    Raises:
+        ResidualQuantError: there is no compiler, or it refuses; the message holds its output.
+    """
+    if compiler() is None:
+        raise ResidualQuantError("there is no nvcc on the PATH, in $CUDA_HOME/bin or in /usr/local/cuda/bin")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = target.with_suffix(f".{os.getpid()}.tmp")
+    command = [compiler(), f"-arch={architecture}", *FLAGS, *variant.macros, "-o", str(unfinished), str(sources()[0])]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise ResidualQuantError(f"{' '.join(command)} failed:\n{done.stderr}")
+    unfinished.replace(target)
+    return done.stderr
+
+
+@lru_cache(maxsize=256)
+def load_variant(variant: Variant, architecture: str) -> ctypes.CDLL | str:
+    """The library of ``variant``, compiled if need be, or why there is none."""
+    if compiler() is None:
+        return "no nvcc to compile the CUDA kernels with"
+    path = library_path(variant, architecture)
+    if not path.exists():
+        compile_variant(variant, architecture, path)
+    return ctypes.CDLL(str(path))
+
+
+def main(architectures: list[str]) -> None:
+    """Compile the paper's variants, for the GPU here or for the architectures named, and say what each takes."""
+    if not architectures:
+        import torch
+
+        if not torch.cuda.is_available():
+            raise ResidualQuantError("no GPU here: name the architectures, as in `make kernels ARCH=sm_90`")
+        architectures = ["sm_{}{}".format(*torch.cuda.get_device_capability())]
+    jobs = [(variant, architecture) for architecture in architectures for variant in paper_variants()]
+
+    def build(job: tuple[Variant, str]) -> str:
+        path, begun = library_path(*job), time.perf_counter()
+        if path.exists():
+            return "up to date"
+        log = compile_variant(*job, path)
+        usage = next(line for line in log[log.index("decode_attention_kernel") :].splitlines() if "Used" in line)
+        return f"{usage.split(':')[-1].split(',')[0].strip()}, {time.perf_counter() - begun:.0f} s"
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        for (variant, architecture), outcome in zip(jobs, pool.map(build, jobs)):
+            print(f"{architecture} {' '.join(f'{k}={v}' for k, v in dataclasses.asdict(variant).items())}: {outcome}")
+    print(f"{len(jobs)} variants in {show(kernels_dir())}")
+
+
+if __name__ == "__main__":
+    try:
+        main(sys.argv[1:])
+    except ResidualQuantError as error:
+        sys.exit(f"error: {error}")

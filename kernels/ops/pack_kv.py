@@ -1,0 +1,477 @@
+"""The writer: new tokens of one layer, all loops of a group, coded and stored into pages in one launch (Sec. 3.2, 4).
+
+Per token and KV head, for K and for V, with S the tokens of a page, in 16-bit words (``residualquant.layout``)::
+
+    plane      words per token   word w of token t of the page
+    codes      b D / 16          K: t b D/16 + w        V: (t // 2) b D/8 + 2 w + t mod 2
+    metadata   D / g             t D/g + w              scale | offset << 8, both FP8 e4m3fn
+    alpha      1                 t                      BF16
+
+Every plane is written in whole 16-bit words and each word belongs to one token, also where V interleaves token pairs.
+A program owns whole tokens of one head, so no two programs, and no two lanes, write the same word: no atomics, no
+read-modify-write, whatever the order of the slots (which must differ from each other, as in any slot mapping).
+
+Roofline: a token of one layer of Ouro (4 loops, 16 heads, D = 128, INT2/4 g=32) is read once as 32 KiB of BF16 and
+written as 6.2 KiB; the 32 rotations of 128 x 128 FP16 are 1 MiB, read by all programs but once from memory.  At batch
+64 that is 3.5 MB, 0.8 us at 4.3 TB/s: a decode step sees the latency of one launch and of four dependent loops, not the
+traffic.  In a prefill the instructions (60 per value, 105 with a rotation) outweigh the traffic 4 to 6 times.
+
+Codes depend on the last bit of every step before them, so the kernel fixes what a compiler may otherwise choose:
+no contraction into fused multiply-adds, IEEE division, and inner products summed in one order.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from residualquant.kernels.tuning import tuned
+from torch import Tensor
+
+from residualquant.affine import CLIP
+from residualquant.config import KVQuantConfig
+from residualquant.layout import PageLayout, check_head_dim, loops_read, stored_bytes
+from residualquant.pages import write_pages
+from residualquant.residual import encode
+from residualquant.rotation import Rotation
+
+HEAD_DIMS = (64, 96, 128, 256)
+BITS = (0, 1, 2, 3, 4, 8)
+WARP_CHANNELS = 32  # channels that a warp holds of a rotated tile: groups of 16 and 32 then need no other warp
+OPERATIONS_PER_VALUE = 20  # minimum, maximum, two inner products, prediction, division, rounding, clamps, packing
+
+
+def pack_kv_reference(
+    pages: Tensor,
+    layout: PageLayout,
+    slots: Tensor,
+    k: Tensor,
+    v: Tensor,
+    k_matrix: Tensor | None = None,
+    v_matrix: Tensor | None = None,
+    k_means: Tensor | None = None,
+    *,
+    group: int = 0,
+) -> Tensor:
+    """What :func:`pack_kv` does, in plain torch: the codec, then the reference writer of pages.
+
+    Returns:
+        0-d int: input values that were NaN, infinite or beyond +-65504.
+    """
+    stored = slots >= 0
+    packed = []
+    for x, matrix, means in ((k, k_matrix, k_means), (v, v_matrix, None)):
+        packed.append(encode(x[:, stored].float(), layout.config, rotation_of(matrix, means, x.shape[2])))
+    write_pages(pages, layout, slots[stored].long(), *packed, group=group)
+    return packed[0].sanitised + packed[1].sanitised
+
+
+def rotation_of(matrix: Tensor | None, means: Tensor | None, heads: int) -> Rotation | None:
+    """The rotation that a kernel's arguments stand for: one matrix per head, also where all heads share it."""
+    return None if matrix is None else Rotation(matrix.expand(heads, *matrix.shape[-2:]), means)
+
+
+@triton.jit
+def pack_kv_kernel(
+    words, slots, k, v, k_matrix, v_matrix, k_means, sanitised, rotated, tokens,
+    loop_stride, token_stride, head_stride, k_matrix_stride, v_matrix_stride,
+    block_stride, page_head_stride, k_start, v_start,
+    PLAN: tl.constexpr, COEFFICIENT: tl.constexpr, CHAINED: tl.constexpr, S: tl.constexpr,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_T: tl.constexpr, WARPS: tl.constexpr,
+):  # fmt: skip
+    """One block of tokens of one head, K (program axis 2 at 0) or V (1), by the PLAN of :func:`coding_plan`."""
+    L: tl.constexpr = len(PLAN)
+    head = tl.program_id(1).to(tl.int64)
+    is_v = tl.program_id(2)
+    channel = tl.arange(0, BLOCK_D)
+    token = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
+    slot = tl.load(slots + token, mask=token < tokens, other=-1).to(tl.int64)
+    stored = slot >= 0
+    inside = stored[:, None] & (channel < D)[None, :]
+    t = slot % S
+    page = words + slot // S * block_stride + head * page_head_stride + tl.where(is_v > 0, v_start, k_start)
+    x = k
+    if is_v > 0:
+        x = v
+    x += token[:, None] * token_stride + head * head_stride + channel[None, :]
+    if k_matrix is not None:
+        matrix = k_matrix + head * k_matrix_stride
+        if is_v > 0:
+            matrix = v_matrix + head * v_matrix_stride
+        rotation = _load_matrix(matrix, D, BLOCK_D, WARPS)
+
+    reference = tl.zeros([BLOCK_T, BLOCK_D], tl.float32)
+    following = tl.load(x + PLAN[0][0] * loop_stride, mask=inside, other=0.0)
+    for i in tl.static_range(L):
+        z, changed = _sanitise(following)
+        if i + 1 < L:
+            following = tl.load(x + PLAN[i + 1][0] * loop_stride, mask=inside, other=0.0)
+        if sanitised is not None:
+            tl.atomic_add(sanitised, changed, mask=changed > 0)
+        if k_matrix is not None:
+            z = _rotate(z, rotation, WARPS)
+        if rotated is not None:
+            state = (((is_v * L + PLAN[i][0]) * tokens + token) * tl.num_programs(1) + head) * D
+            tl.store(rotated + state[:, None] + channel[None, :], z, mask=inside)
+
+        prediction = tl.zeros_like(z)
+        if PLAN[i][4]:
+            if i == 1 or CHAINED:
+                energy = _dot(reference, reference, D)
+            prediction = _predict(page, t, stored, z, reference, energy, PLAN[i][7], COEFFICIENT, D)
+        if k_means is not None:
+            mean = k_means + (PLAN[i][0] * tl.num_programs(1) + head) * D + channel
+            mean = tl.load(mean, mask=(channel < D) & (is_v == 0), other=0.0)[None, :]
+        else:
+            mean = tl.zeros([1, BLOCK_D], tl.float32)
+        value = prediction
+        if PLAN[i][1] > 0:
+            value = prediction + _code(page, t, stored, is_v, z - prediction - mean, PLAN, i, D)
+        if i == 0 or CHAINED:
+            reference = value + mean
+
+
+@triton.jit
+def _load_matrix(matrix, D: tl.constexpr, W: tl.constexpr, WARPS: tl.constexpr):
+    """[W, W] matrix of D rows and columns, its columns so ordered that each warp computes contiguous channels.
+
+    A matrix instruction gives each warp every WARPS-th strip of 8 columns; :func:`_rotate` names the channels again.
+    """
+    row = tl.arange(0, W)
+    column = row // 8 % WARPS * (W // WARPS) + row // (8 * WARPS) * 8 + row % 8
+    inside = (row < D)[:, None] & (column < D)[None, :]
+    return tl.load(matrix + row[:, None] * D + column[None, :], mask=inside, other=0.0)
+
+
+@triton.jit
+def _rotate(x, rotation, WARPS: tl.constexpr):
+    """x T: FP16 products, summed in FP32, for a matrix from :func:`_load_matrix`."""
+    T: tl.constexpr = x.shape[0]
+    W: tl.constexpr = x.shape[1]
+    z = tl.reshape(tl.dot(x.to(tl.float16), rotation), [T, W // WARPS // 8, WARPS, 8])
+    return tl.reshape(tl.permute(z, (0, 2, 1, 3)), [T, W])
+
+
+@triton.jit
+def _predict(
+    page, t, stored, z, reference, energy, FIRST: tl.constexpr, COEFFICIENT: tl.constexpr, D: tl.constexpr
+):  # fmt: skip
+    """alpha R, after storing alpha in the plane from word FIRST (Sec. 3.2)."""
+    prediction = reference
+    if COEFFICIENT != "unit":
+        words, alpha = _round_bf16(_coefficient(z, reference, energy, COEFFICIENT, D))
+        _store_words(page, t, stored, words, 0, FIRST, 1)
+        prediction = alpha * reference
+    return prediction
+
+
+@triton.jit
+def _code(page, t, stored, is_v, residual, PLAN: tl.constexpr, i: tl.constexpr, D: tl.constexpr):
+    """The values that the codes of entry i of the plan stand for, after storing codes and metadata."""
+    codes, metadata, value = _quantize(residual, PLAN[i][1], PLAN[i][2], PLAN[i][3])
+    _store_codes(page, t, stored, codes, is_v, PLAN[i][5], PLAN[i][1], D)
+    _store_words(page, t, stored, metadata, 0, PLAN[i][6], D // PLAN[i][2])
+    return value
+
+
+@triton.jit
+def _sanitise(x):
+    """fp32 x with NaN as 0 and values within +-65504, and how many values that changed."""
+    x = x.to(tl.float32)
+    clean = tl.where(x == x, x, 0.0)
+    clean = tl.minimum(tl.maximum(clean, -65504.0), 65504.0)
+    return clean, tl.sum(tl.sum((clean != x).to(tl.int32), 1), 0)
+
+
+@triton.jit
+def _dot(a, b, D: tl.constexpr):
+    """Inner products over channels, [T, 1]: halves are added onto each other while D is even, then the rest in turn."""
+    T: tl.constexpr = a.shape[0]
+    W: tl.constexpr = a.shape[1]
+    terms = a * b
+    if D == W:
+        for level in tl.static_range(1, 9):
+            if (W >> level) > 0:
+                terms = tl.sum(tl.reshape(terms, [T, 2, W >> level]), 1)
+    else:
+        # D = 3 W/4, of which x, y, z are the thirds: the halves are then (x, first half of y) and (the rest of y, z).
+        tl.static_assert(D == W // 4 * 3)
+        thirds = tl.reshape(tl.permute(tl.reshape(terms, [T, 4, W // 4]), (0, 2, 1)), [T, W // 4, 2, 2])
+        even, odd = tl.split(thirds)
+        x, z = tl.split(even)
+        y, _ = tl.split(odd)
+        for level in tl.static_range(1, 8):
+            if (W // 4 >> level) > 0:
+                x0, x1 = _halves(x)
+                y0, y1 = _halves(y)
+                z0, z1 = _halves(z)
+                x = x0 + y1
+                y = x1 + z0
+                z = y0 + z1
+        terms = x + y + z
+    return terms
+
+
+@triton.jit
+def _halves(x):
+    """[T, W] as its first and its last W/2 columns."""
+    return tl.split(tl.permute(tl.reshape(x, [x.shape[0], 2, x.shape[1] // 2]), (0, 2, 1)))
+
+
+@triton.jit
+def _coefficient(z, reference, energy, COEFFICIENT: tl.constexpr, D: tl.constexpr):
+    """alpha of each token, [T, 1] fp32; 0 where <R, R> is 0, subnormal or not finite (Sec. 3.2)."""
+    valid = (energy >= 1.1754943508222875e-38) & (energy < float("inf"))
+    energy = tl.where(valid, energy, 1.0)
+    if COEFFICIENT == "ls":
+        alpha = tl.math.div_rn(_dot(z, reference, D), energy)
+    else:
+        alpha = tl.math.div_rn(tl.math.sqrt_rn(_dot(z, z, D)), tl.math.sqrt_rn(energy))
+    return tl.where(valid, alpha, 0.0) + 0.0
+
+
+@triton.jit
+def _round_bf16(x):
+    """BF16 bits of finite x, to nearest even, and their value."""
+    bits = x.to(tl.int32, bitcast=True)
+    bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000
+    return bits >> 16, bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _round_e4m3(x):
+    """FP8 e4m3fn bits of x, clamped to +-448, to nearest even, and their value."""
+    x = tl.minimum(tl.maximum(x + 0.0, -448.0), 448.0)
+    bits = x.to(tl.int32, bitcast=True)
+    magnitude = bits & 0x7FFFFFFF
+    normal = (magnitude + 0x7FFFF + ((magnitude >> 20) & 1)) & -0x100000
+    # Below 2^-6 steps are 2^-9, the spacing of FP32 numbers at 2^14.
+    shifted = magnitude.to(tl.float32, bitcast=True) + 16384.0
+    small = magnitude < 0x3C800000
+    code = tl.where(small, shifted.to(tl.int32, bitcast=True) - 0x46800000, (normal >> 20) - 0x3C0)
+    value = tl.where(small, shifted - 16384.0, normal.to(tl.float32, bitcast=True))
+    return code | ((bits >> 24) & 0x80), tl.where(bits < 0, -value, value)
+
+
+@triton.jit
+def _quantize(x, BITS: tl.constexpr, G: tl.constexpr, CLIP: tl.constexpr):
+    """Codes [T, D], metadata words [T, D/G] and the values that they stand for [T, D] (Sec. 2.1)."""
+    T: tl.constexpr = x.shape[0]
+    W: tl.constexpr = x.shape[1]
+    LEVELS: tl.constexpr = 2**BITS - 1
+    groups = tl.reshape(x, [T, W // G, G])
+    lo = tl.min(groups, 2)
+    hi = tl.max(groups, 2)
+    width = (hi - lo) * CLIP
+    scale_code, scale = _round_e4m3(tl.math.div_rn(width, LEVELS * 1.0))
+    offset_code, offset = _round_e4m3((lo + hi - width) * 0.5)
+    scale = scale[:, :, None]
+    offset = offset[:, :, None]
+    # The code is the number of c with (x - offset) / scale > c + 1/2.  A quotient a little too large gives it or one
+    # more; (c - 1/2) scale is exact in FP32 and decides, as the correctly rounded quotient would: scale has 4 bits.
+    step = tl.where(scale > 0.0, scale, 1.0)
+    above = groups - offset
+    codes = tl.minimum(tl.ceil(above * tl.math.div_rn(1.000001, step) - 0.5), LEVELS * 1.0)
+    codes = tl.maximum(tl.where(above <= (codes - 0.5) * step, codes - 1.0, codes), 0.0)
+    value = tl.reshape(offset + scale * codes, [T, W])
+    return tl.reshape(codes.to(tl.int32), [T, W]), scale_code | (offset_code << 8), value
+
+
+@triton.jit
+def _store_codes(page, t, stored, codes, interleaved, FIRST: tl.constexpr, BITS: tl.constexpr, D: tl.constexpr):
+    if BITS == 3:  # a plane of the low two bits, then one of the high bit, of the same token
+        low = _pack(codes & 3, 2)
+        high = _pack(codes >> 2, 1)
+        _store_words(page, t, stored, low, interleaved, FIRST, 3 * D // 16, 0, D // 8)
+        _store_words(page, t, stored, high, interleaved, FIRST, 3 * D // 16, D // 8, D // 16)
+    else:
+        _store_words(page, t, stored, _pack(codes, BITS), interleaved, FIRST, BITS * D // 16)
+
+
+@triton.jit
+def _pack(codes, BITS: tl.constexpr):
+    """16-bit words of codes [T, D]: code i at bits ``b (i mod 16/b)`` of word ``i // (16/b)``."""
+    PER_WORD: tl.constexpr = 16 // BITS
+    parts = tl.reshape(codes, [codes.shape[0], codes.shape[1] // PER_WORD, PER_WORD])
+    return tl.sum(parts << (tl.arange(0, PER_WORD) * BITS)[None, None, :], 2)
+
+
+@triton.jit
+def _store_words(
+    page, t, stored, values, interleaved,
+    FIRST: tl.constexpr, TOKEN: tl.constexpr, BEGIN: tl.constexpr = 0, COUNT: tl.constexpr = None,
+):  # fmt: skip
+    """Words BEGIN .. BEGIN + COUNT (all, by default) of each token, of TOKEN words, in the plane from word FIRST."""
+    LIMIT: tl.constexpr = TOKEN if COUNT is None else COUNT
+    word = tl.arange(0, values.shape[1])
+    at = word_offsets(t[None, :], (word + BEGIN)[:, None], interleaved, TOKEN)
+    inside = stored[None, :] & (word < LIMIT)[:, None]
+    tl.store(page[None, :] + FIRST + at, tl.trans(values.to(tl.int16)), mask=inside)
+
+
+@triton.jit
+def word_offsets(t, word, interleaved, TOKEN: tl.constexpr):
+    """Where word ``word`` of token ``t`` of a page lies in a plane of TOKEN words per token."""
+    odd = tl.where(interleaved > 0, 1, TOKEN)
+    return t // 2 * (2 * TOKEN) + t % 2 * odd + word * (1 + interleaved)
+
+
+def pack_kv(
+    pages: Tensor,
+    layout: PageLayout,
+    slots: Tensor,
+    k: Tensor,
+    v: Tensor,
+    k_matrix: Tensor | None = None,
+    v_matrix: Tensor | None = None,
+    k_means: Tensor | None = None,
+    *,
+    group: int = 0,
+    sanitised: Tensor | None = None,
+    rotated: Tensor | None = None,
+    check_slots: bool = False,
+) -> None:
+    """Code new tokens of one layer, all loops of a group, into their slots, in place (Sec. 3.2, 4).
+
+    Allocates nothing and never waits for the GPU, unless ``check_slots``, so it can be captured into a CUDA graph.
+    A token's bytes do not depend on the tokens beside it.
+
+    Args:
+        pages: uint8 [blocks, H, page_bytes_per_head].
+        layout: of the pages; bits 0, 1, 2, 3, 4, 8, any reference policy and coefficient, rounding "fp32".
+        slots: int64 or int32 [T]; slot s is token ``s mod S`` of block ``s // S``; negative: a token to leave out.
+            No slot may occur twice.
+        k, v: [L, T, H, D] bf16, fp16 or fp32, post-RoPE, with the same strides.
+        k_matrix, v_matrix: rotations, [H, D, D] or [D, D] fp16; both or none.  States are rounded to FP16 before the
+            product, which is summed in FP32.
+        k_means: [L, H, D] fp32, subtracted in the rotated space (OptR-H), or None.
+        group: which loop group of the layer.
+        sanitised: int32 [1], increased by the values that were NaN, infinite or beyond +-65504.
+        rotated: fp32 [2, L, T, H, D], receives the rotated K and V that are coded, for tests.
+        check_slots: make sure that every slot lies in the pages; waits for the GPU.
+
+    Raises:
+        ValueError: an argument of another shape, dtype or device, or a layout that the kernel does not write.
+    """
+    _check(pages, layout, slots, k, v, k_matrix, v_matrix, k_means, sanitised, rotated)
+    if check_slots and slots.numel() and int(slots.max()) >= pages.shape[0] * layout.page_tokens:
+        raise ValueError(f"slots must be below {pages.shape[0] * layout.page_tokens}, got {int(slots.max())}")
+    tokens, heads, head_dim = k.shape[1:]
+    if tokens == 0:
+        return
+    cfg = layout.config
+    words = pages.view(torch.int16)
+    block_t = tuned("pack_kv", pages.device)["BLOCK_T"]
+    width = triton.next_power_of_2(head_dim)
+    pack_kv_kernel[(triton.cdiv(tokens, block_t), heads, 2)](
+        words, slots, k, v, k_matrix, v_matrix, k_means, sanitised, rotated, tokens,
+        *k.stride()[:3], head_stride(k_matrix), head_stride(v_matrix),
+        *words.stride()[:2], *(layout.planes_of(kv, group)[0].offset // 2 for kv in "kv"),
+        PLAN=coding_plan(layout), COEFFICIENT=cfg.coefficient, CHAINED=cfg.reference in ("previous", "next"),
+        S=layout.page_tokens, D=head_dim, BLOCK_D=width, BLOCK_T=block_t, WARPS=width // WARP_CHANNELS,
+        num_warps=width // WARP_CHANNELS, enable_fp_fusion=False,
+    )  # fmt: skip
+
+
+def coding_plan(layout: PageLayout) -> tuple[tuple, ...]:
+    """For each loop in coding order: loop, bits, group size, clip, whether it has a reference, and the first 16-bit
+    word of its codes, metadata and alpha, counted from the first of K or of V; 0 for what a loop does not have."""
+    cfg = layout.config
+    planes = layout.planes_of("k")
+    first = {(plane.loop, plane.kind): plane.offset // 2 for plane in planes}
+    plan = []
+    for loop in sorted(range(cfg.loops), key=lambda loop: (len(loops_read(cfg, loop)), loop)):
+        bits = cfg.bits[loop]
+        clip = cfg.int2_clip if bits == 2 else CLIP.get(bits, 1.0)
+        starts = (first.get((loop, kind), 0) for kind in ("codes", "metadata", "alpha"))
+        plan.append((loop, bits, cfg.group_sizes[loop] or 0, clip, cfg.reference_of(loop) is not None, *starts))
+    return tuple(plan)
+
+
+def head_stride(matrix: Tensor | None) -> int:
+    """Elements from one head's matrix to the next: 0 for one shared [D, D], or none."""
+    return 0 if matrix is None or matrix.dim() == 2 else matrix.stride(0)
+
+
+def _check(pages, layout, slots, k, v, k_matrix, v_matrix, k_means, sanitised, rotated) -> None:
+    check_layout(layout, pages, k_matrix, v_matrix)
+    loops, head_dim = layout.config.loops, layout.head_dim
+    if k.dim() != 4 or k.stride() != v.stride():
+        raise ValueError(f"k and v must be [L, T, H, D] with equal strides, got {k.stride()} and {v.stride()}")
+    tokens, heads = k.shape[1:3]
+    states = [[loops, tokens, heads, head_dim]]
+    square = [[head_dim, head_dim], [heads, head_dim, head_dim]]
+    check_tensors(
+        pages.device,
+        pages=(pages, [[pages.shape[0], heads, layout.page_bytes_per_head]], (torch.uint8,), 1),
+        slots=(slots, [[tokens]], (torch.int64, torch.int32), 1),
+        k=(k, states, (torch.bfloat16, torch.float16, torch.float32), 1),
+        v=(v, states, (k.dtype,), 1),
+        k_matrix=(k_matrix, square, (torch.float16,), 2),
+        v_matrix=(v_matrix, square, (torch.float16,), 2),
+        k_means=(k_means, [[loops, heads, head_dim]], (torch.float32,), 3),
+        sanitised=(sanitised, [[1]], (torch.int32,), 1),
+        rotated=(rotated, [[2, *states[0]]], (torch.float32,), 5),
+    )
+
+
+def check_tensors(
+    device: torch.device, **expected: tuple[Tensor | None, list[list[int]], tuple[torch.dtype, ...], int]
+) -> None:
+    """Check the arguments of a kernel, by name: tensor, allowed shapes, allowed dtypes, trailing axes to be contiguous.
+
+    Raises:
+        ValueError: the first that is on another device, of another shape or dtype, or strided; None passes.
+    """
+    for name, (tensor, shapes, dtypes, dense) in expected.items():
+        if tensor is None:
+            continue
+        shape = list(tensor.shape)
+        if shape not in shapes or tensor.dtype not in dtypes:
+            wanted = f"{' or '.join(map(str, shapes))} of {' or '.join(map(str, dtypes))}"
+            raise ValueError(f"{name} must be {wanted}, got {shape} of {tensor.dtype}")
+        if tensor.device != device:
+            raise ValueError(f"{name} must be on {device}, as the pages, got {tensor.device}")
+        strides = tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape) - dense, len(shape)))
+        if tensor.numel() and tensor.stride()[-dense:] != strides:
+            raise ValueError(f"the last {dense} axes of {name} must be contiguous, got strides {tensor.stride()}")
+
+
+def check_layout(layout: PageLayout, pages: Tensor, k_matrix: Tensor | None, v_matrix: Tensor | None) -> None:
+    """Check that the Triton kernels know this layout, can run here, and have the rotations that it names.
+
+    Raises:
+        ValueError: another head size, bits, rounding or device, or rotations that do not go with the configuration.
+    """
+    cfg: KVQuantConfig = layout.config
+    check_head_dim(cfg, layout.head_dim)
+    if pages.device.type != "cuda" and not triton.knobs.runtime.interpret:
+        raise ValueError(f"pages must be on a CUDA device, got {pages.device}")
+    if layout.head_dim not in HEAD_DIMS:
+        raise ValueError(f"head_dim must be one of {', '.join(map(str, HEAD_DIMS))}, got {layout.head_dim}")
+    if not set(cfg.bits) <= set(BITS):
+        raise ValueError(f"bits must be among {', '.join(map(str, BITS))}, got {cfg.bits}")
+    if cfg.rounding != "fp32":
+        raise ValueError(f'rounding must be "fp32", got {cfg.rounding!r}')
+    given = [name for name, matrix in (("k_matrix", k_matrix), ("v_matrix", v_matrix)) if matrix is not None]
+    if len(given) != (0 if cfg.rotation == "none" else 2):
+        raise ValueError(f"rotation={cfg.rotation!r} needs {'no' if given else 'both'} matrices, got {given}")
+
+
+def pack_kv_cost(layout: PageLayout, tokens: int, heads: int, state_bytes: int = 2) -> tuple[int, int]:
+    """Bytes that one call must move (each input once, each output once) and operations that it must do.
+
+    Args:
+        layout: of the pages.
+        tokens: new tokens (T).
+        heads: KV heads (H).
+        state_bytes: of one value of k and v.
+    """
+    cfg, head_dim = layout.config, layout.head_dim
+    values = 2 * cfg.loops * tokens * heads * head_dim
+    matrices = 2 * heads * head_dim**2 if cfg.rotation != "none" else 0
+    moved = values * state_bytes + 2 * matrices + 8 * tokens + 2 * tokens * heads * stored_bytes(cfg, head_dim)
+    rotation = 2 * head_dim if matrices else 0
+    return moved, values * (rotation + OPERATIONS_PER_VALUE)

@@ -1,0 +1,379 @@
+"""Attention of a step's new tokens over their packed past and over each other, for prefill in chunks (Sec. 4).
+
+Each query sees all packed tokens of its sequence and, causally, the BF16 keys and values of this step.  The past is
+read tile by tile and rebuilt in registers, loop by loop along the chain of references, never written back::
+
+    Zhat = D(c_anchor) + mu_anchor;  Zhat <- alpha Zhat + D(c_r) + mu_r         (Sec. 3.2; planes: pack_kv.py)
+    past      s = (q T_K) . Zhat_K        o' = sum_t p_t Zhat_V,t               in the rotated space
+    between   o = o' T_V^T                                                      the only inverse rotation
+    present   s = q . k                   o += sum_t p_t v_t                    in the original space
+
+Both parts share one running maximum and sum, so turning the accumulator once between them is the whole merge.
+
+Roofline: a tile of past tokens costs 114 bytes per token and head (INT2/4 g=32, a residual loop, D = 128) and about
+15 instructions per value to rebuild, shared by all rows of a program.  With 64 rows the two products are 4 x 64 x D
+operations per token: matrix units and rebuilding take turns, traffic is below both.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+import triton
+import triton.language as tl
+from residualquant.kernels.pack_kv import (
+    check_layout,
+    check_tensors,
+    coding_plan,
+    head_stride,
+    rotation_of,
+    word_offsets,
+)
+from residualquant.kernels.tuning import tuned
+from torch import Tensor
+
+from residualquant.layout import PageLayout, loop_bytes, loops_read
+from residualquant.pages import read_pages
+from residualquant.residual import decode
+
+
+def prefill_attention_reference(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    pages: Tensor,
+    layout: PageLayout,
+    loop: int,
+    block_table: Tensor,
+    query_start: Tensor,
+    seq_lens: Tensor,
+    scale: float,
+    k_matrix: Tensor | None = None,
+    v_matrix: Tensor | None = None,
+    k_means: Tensor | None = None,
+    *,
+    group: int = 0,
+) -> Tensor:
+    """What :func:`prefill_attention` returns, in plain FP32 torch: [T, Hq, D] fp32, sequence by sequence."""
+    repeat = q.shape[1] // k.shape[1]
+    out = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
+    for row, table in enumerate(block_table.long()):
+        first, last = query_start[row : row + 2].tolist()
+        past = torch.arange(int(seq_lens[row]) - (last - first), device=q.device)
+        slots = table[past // layout.page_tokens] * layout.page_tokens + past % layout.page_tokens
+        states = []
+        for packed, matrix, means, present in zip(
+            read_pages(pages, layout, slots, group), (k_matrix, v_matrix), (k_means, None), (k, v)
+        ):
+            rebuilt = decode(replace(packed, rotation=rotation_of(matrix, means, k.shape[1])))[loop]
+            states.append(torch.cat((rebuilt, present[first:last].float())).repeat_interleave(repeat, 1))
+        scores = torch.einsum("qhd,thd->hqt", q[first:last].float(), states[0]) * scale
+        later = torch.ones_like(scores[0], dtype=torch.bool).triu(len(past) + 1)
+        weights = scores.masked_fill(later, -torch.inf).softmax(-1)
+        out[first:last] = torch.einsum("hqt,thd->qhd", weights, states[1])
+    return out
+
+
+@triton.jit
+def prefill_attention_kernel(
+    out, q, k, v, words, block_table, query_start, seq_lens, k_matrix, v_matrix, k_means, scale,
+    out_token_stride, out_head_stride, q_token_stride, q_head_stride,
+    k_token_stride, k_head_stride, v_token_stride, v_head_stride, k_matrix_stride, v_matrix_stride,
+    block_stride, page_head_stride, table_stride, k_start, v_start,
+    CHAIN: tl.constexpr, ALPHA: tl.constexpr, R: tl.constexpr, S: tl.constexpr,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """BLOCK_M rows of one sequence and KV head; row m is query head ``m mod R`` of query token ``m // R``.
+
+    CHAIN holds, for each loop from the anchor to the one asked for: loop, bits, group size, and the first word of its
+    codes, metadata and alpha, counted from the start of K or V.
+    """
+    head = tl.program_id(1).to(tl.int64)
+    sequence = tl.program_id(2).to(tl.int64)
+    begin = tl.load(query_start + sequence).to(tl.int64)
+    queries = (tl.load(query_start + sequence + 1) - begin).to(tl.int32)
+    first = tl.program_id(0) * (BLOCK_M // R)
+    if first >= queries:
+        return
+    past = tl.load(seq_lens + sequence).to(tl.int32) - queries
+
+    row = tl.arange(0, BLOCK_M)
+    channel = tl.arange(0, BLOCK_D)
+    token = first + row // R
+    asked = ((row < BLOCK_M // R * R) & (token < queries))[:, None] & (channel < D)[None, :]
+    query_head = head * R + row % R
+    at = (begin + token) * q_token_stride + query_head * q_head_stride
+    query = tl.load(q + at[:, None] + channel[None, :], mask=asked, other=0.0)
+    exponent = scale * 1.4426950408889634  # of 2 instead of e
+
+    largest = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    if past > 0:
+        turned = _times_matrix(query, k_matrix, head * k_matrix_stride, D, False)
+        pages = words + head * page_head_stride
+        table = block_table + sequence * table_stride
+        largest, total, acc = _attend_past(
+            turned, largest, total, acc, pages, table, past, exponent, k_means, head,
+            block_stride, k_start, v_start, CHAIN, ALPHA, S, D, BLOCK_N,
+        )  # fmt: skip
+        acc = _times_matrix(acc / total[:, None], v_matrix, head * v_matrix_stride, D, True) * total[:, None]
+    k += begin * k_token_stride + head * k_head_stride
+    v += begin * v_token_stride + head * v_head_stride
+    end = tl.minimum(first + BLOCK_M // R, queries)
+    largest, total, acc = _attend_present(
+        query, token, largest, total, acc, k, v, end, exponent, k_token_stride, v_token_stride, D, BLOCK_N
+    )
+    at = (begin + token) * out_token_stride + query_head * out_head_stride
+    acc = acc / total[:, None]
+    tl.store(out + at[:, None] + channel[None, :], acc.to(out.dtype.element_ty), mask=asked)
+
+
+@triton.jit
+def _times_matrix(x, matrix, begin, D: tl.constexpr, TRANSPOSED: tl.constexpr):
+    """x T or x T^T of rows [M, W], FP16 products summed in FP32; x where there is no matrix."""
+    W: tl.constexpr = x.shape[1]
+    if matrix is not None:
+        channel = tl.arange(0, W)
+        square = (channel < D)[:, None] & (channel < D)[None, :]
+        factor = tl.load(matrix + begin + channel[:, None] * D + channel[None, :], mask=square, other=0.0)
+        if TRANSPOSED:
+            factor = tl.trans(factor)
+        x = tl.dot(x.to(tl.float16), factor)
+    return x.to(tl.float32)
+
+
+@triton.jit
+def _attend_past(
+    query, largest, total, acc, pages, table, past, exponent, k_means, head, block_stride, k_start, v_start,
+    CHAIN: tl.constexpr, ALPHA: tl.constexpr, S: tl.constexpr, D: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """The online softmax over all packed tokens of the sequence, in the rotated space."""
+    W: tl.constexpr = query.shape[1]
+    query = query.to(tl.float16)
+    for start in range(0, past, BLOCK_N):
+        t = start + tl.arange(0, BLOCK_N)
+        inside = t < past
+        page = pages + tl.load(table + t // S, mask=inside, other=0).to(tl.int64) * block_stride
+        keys = _rebuild(page + k_start, t % S, inside, k_means, head, 0, CHAIN, ALPHA, D, W)
+        scores = tl.where(inside[None, :], tl.dot(query, tl.trans(keys)) * exponent, float("-inf"))
+        weights, largest, total, acc = _weigh(scores, largest, total, acc)
+        values = _rebuild(page + v_start, t % S, inside, None, head, 1, CHAIN, ALPHA, D, W)
+        acc = tl.dot(weights.to(tl.float16), values, acc)
+    return largest, total, acc
+
+
+@triton.jit
+def _attend_present(
+    query, token, largest, total, acc, k, v, end, exponent, k_stride, v_stride, D: tl.constexpr, BLOCK_N: tl.constexpr
+):  # fmt: skip
+    """The online softmax over this step's tokens before ``end``, causal, in the original space."""
+    channel = tl.arange(0, query.shape[1])[None, :]
+    for start in range(0, end, BLOCK_N):
+        t = start + tl.arange(0, BLOCK_N)
+        inside = (t < end)[:, None] & (channel < D)
+        keys = tl.load(k + t[:, None].to(tl.int64) * k_stride + channel, mask=inside, other=0.0)
+        scores = tl.dot(query, tl.trans(keys), input_precision="ieee") * exponent
+        scores = tl.where((t[None, :] <= token[:, None]) & (t < end)[None, :], scores, float("-inf"))
+        weights, largest, total, acc = _weigh(scores, largest, total, acc)
+        values = tl.load(v + t[:, None].to(tl.int64) * v_stride + channel, mask=inside, other=0.0)
+        acc = tl.dot(weights.to(values.dtype), values, acc, input_precision="ieee")
+    return largest, total, acc
+
+
+@triton.jit
+def _weigh(scores, largest, total, acc):
+    """One tile of an online softmax to base 2: weights, and the running maximum, sum and accumulator for them."""
+    larger = tl.maximum(largest, tl.max(scores, 1))
+    weights = tl.exp2(scores - larger[:, None])
+    shrink = tl.exp2(largest - larger)
+    return weights, larger, total * shrink + tl.sum(weights, 1), acc * shrink[:, None]
+
+
+@triton.jit
+def _rebuild(
+    page, t, inside, means, head, INTERLEAVED: tl.constexpr,
+    CHAIN: tl.constexpr, ALPHA: tl.constexpr, D: tl.constexpr, W: tl.constexpr,
+):  # fmt: skip
+    """Zhat of tokens t of their pages, [N, W] fp16; 0 (or the means) for those not inside."""
+    z = tl.zeros([t.shape[0], W], tl.float32)
+    for i in tl.static_range(len(CHAIN)):
+        if i > 0 and ALPHA:
+            alpha = _load_words(page, t, inside, 0, CHAIN[i][5], 1, 0, 1)
+            z *= (alpha << 16).to(tl.float32, bitcast=True)
+        if CHAIN[i][1] > 0:
+            codes = _load_codes(page, t, inside, INTERLEAVED, CHAIN[i][3], CHAIN[i][1], D, W)
+            z += _dequantize(page, t, inside, codes, CHAIN[i][4], CHAIN[i][2], D)
+        if means is not None:
+            channel = tl.arange(0, W)
+            mean = means + (CHAIN[i][0] * tl.num_programs(1) + head) * D + channel
+            z += tl.load(mean, mask=channel < D, other=0.0)[None, :]
+    return tl.minimum(tl.maximum(z, -65504.0), 65504.0).to(tl.float16)
+
+
+@triton.jit
+def _dequantize(page, t, inside, codes, FIRST: tl.constexpr, G: tl.constexpr, D: tl.constexpr):
+    """``offset + scale * code`` of codes [N, W], by the metadata plane from word FIRST (Sec. 2.1)."""
+    N: tl.constexpr = codes.shape[0]
+    W: tl.constexpr = codes.shape[1]
+    metadata = _load_words(page, t, inside, 0, FIRST, D // G, 0, W // G)
+    scale = _e4m3_value(metadata & 0xFF)[:, :, None]
+    offset = _e4m3_value(metadata >> 8)[:, :, None]
+    return tl.reshape(offset + scale * tl.reshape(codes.to(tl.float32), [N, W // G, G]), [N, W])
+
+
+@triton.jit
+def _e4m3_value(code):
+    """The value of FP8 e4m3fn bits: those of an FP16 number 2^8 times smaller, shifted by its three mantissa bits."""
+    half = ((code & 0x7F) << 7) | ((code & 0x80) << 8)
+    return half.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32) * 256.0
+
+
+@triton.jit
+def _load_codes(
+    page, t, inside, interleaved: tl.constexpr,
+    FIRST: tl.constexpr, BITS: tl.constexpr, D: tl.constexpr, W: tl.constexpr,
+):  # fmt: skip
+    """Codes of BITS bits of tokens t of their pages, [N, W] int32."""
+    if BITS == 3:
+        low = _load_words(page, t, inside, interleaved, FIRST, 3 * D // 16, 0, W // 8)
+        high = _load_words(page, t, inside, interleaved, FIRST, 3 * D // 16, D // 8, W // 16)
+        codes = _unpack(low, 2) | (_unpack(high, 1) << 2)
+    else:
+        codes = _unpack(_load_words(page, t, inside, interleaved, FIRST, BITS * D // 16, 0, BITS * W // 16), BITS)
+    return codes
+
+
+@triton.jit
+def _unpack(words, BITS: tl.constexpr):
+    """The inverse of the writer's packing: [N, W b / 16] words to codes [N, W]."""
+    PER_WORD: tl.constexpr = 16 // BITS
+    parts = words[:, :, None] >> (tl.arange(0, PER_WORD) * BITS)[None, None, :]
+    return tl.reshape(parts & (2**BITS - 1), [words.shape[0], words.shape[1] * PER_WORD])
+
+
+@triton.jit
+def _load_words(
+    page, t, inside, interleaved: tl.constexpr,
+    FIRST: tl.constexpr, TOKEN: tl.constexpr, BEGIN: tl.constexpr, COUNT: tl.constexpr,
+):  # fmt: skip
+    """COUNT words from BEGIN of each token, of TOKEN words, in the plane from word FIRST: [N, COUNT] int32, unsigned.
+
+    Words past the token's last belong to channels that are padding: they are read as 0.
+    """
+    word = BEGIN + tl.arange(0, COUNT)
+    at = page[:, None] + FIRST + word_offsets(t[:, None], word[None, :], interleaved, TOKEN)
+    return tl.load(at, mask=inside[:, None] & (word < TOKEN)[None, :], other=0).to(tl.int32) & 0xFFFF
+
+
+def prefill_attention(
+    out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    pages: Tensor,
+    layout: PageLayout,
+    loop: int,
+    block_table: Tensor,
+    query_start: Tensor,
+    seq_lens: Tensor,
+    max_queries: int,
+    scale: float,
+    k_matrix: Tensor | None = None,
+    v_matrix: Tensor | None = None,
+    k_means: Tensor | None = None,
+    *,
+    group: int = 0,
+) -> None:
+    """Attention of this step's queries of one loop over packed past and BF16 present, into ``out`` (Sec. 4).
+
+    Allocates nothing and never waits for the GPU.
+
+    Args:
+        out: [T, Hq, D], any float dtype.
+        q: [T, Hq, D] bf16, fp16 or fp32, post-RoPE, the tokens of all sequences one after another; Hq a multiple of H.
+        k, v: [T, H, D] of the same dtype: this loop's keys and values of the same tokens.
+        pages: uint8 [blocks, H, page_bytes_per_head], of one layer.
+        layout: of the pages; as :func:`residualquant.kernels.pack_kv.pack_kv`.
+        loop: which loop of the group, from 0.
+        block_table: int32 [B, blocks of a sequence].
+        query_start: int32 [B + 1], where each sequence's tokens begin in q.
+        seq_lens: int32 [B], tokens of each sequence, past and present.
+        max_queries: no sequence has more tokens in q.
+        scale: of the scores, 1/sqrt(D) as a rule.
+        k_matrix, v_matrix, k_means, group: as given to the writer.
+
+    Raises:
+        ValueError: an argument of another shape, dtype or device, or a layout that the kernel does not read.
+    """
+    _check(out, q, k, v, pages, layout, loop, block_table, query_start, seq_lens, k_matrix, v_matrix, k_means)
+    heads, head_dim = k.shape[1:]
+    repeat = q.shape[1] // heads
+    parameters = tuned("prefill_attention", pages.device)
+    blocks = triton.cdiv(max_queries, parameters["BLOCK_M"] // repeat)
+    if not blocks * len(seq_lens):
+        return
+    words = pages.view(torch.int16)
+    prefill_attention_kernel[(blocks, heads, len(seq_lens))](
+        out, q, k, v, words, block_table, query_start, seq_lens, k_matrix, v_matrix, k_means, scale,
+        *(stride for tensor in (out, q, k, v) for stride in tensor.stride()[:2]),
+        head_stride(k_matrix), head_stride(v_matrix), *words.stride()[:2], block_table.stride(0),
+        *(layout.planes_of(kv, group)[0].offset // 2 for kv in "kv"),
+        CHAIN=_chain(layout, loop), ALPHA=layout.config.coefficient != "unit", R=repeat, S=layout.page_tokens,
+        D=head_dim, BLOCK_D=triton.next_power_of_2(head_dim), **parameters,
+    )  # fmt: skip
+
+
+def _chain(layout: PageLayout, loop: int) -> tuple[tuple, ...]:
+    """For each loop from the anchor to ``loop``: loop, bits, group size, first word of codes, metadata and alpha."""
+    plan = {entry[0]: entry for entry in coding_plan(layout)}
+    return tuple((*plan[read][:3], *plan[read][5:]) for read in reversed(loops_read(layout.config, loop)))
+
+
+def _check(out, q, k, v, pages, layout, loop, block_table, query_start, seq_lens, k_matrix, v_matrix, k_means) -> None:
+    check_layout(layout, pages, k_matrix, v_matrix)
+    loops, head_dim = layout.config.loops, layout.head_dim
+    if not 0 <= loop < loops:
+        raise ValueError(f"loop must be from 0 to {loops - 1}, got {loop!r}")
+    if q.dim() != 3 or k.dim() != 3 or q.shape[1] % k.shape[1]:
+        raise ValueError(f"q and k must have shape [T, Hq, D] and [T, H, D], got {list(q.shape)} and {list(k.shape)}")
+    tokens, heads = k.shape[:2]
+    square = [[head_dim, head_dim], [heads, head_dim, head_dim]]
+    floats = (torch.bfloat16, torch.float16, torch.float32)
+    sequences = len(seq_lens)
+    check_tensors(
+        pages.device,
+        out=(out, [[tokens, q.shape[1], head_dim]], floats, 1),
+        q=(q, [[tokens, q.shape[1], head_dim]], floats, 1),
+        k=(k, [[tokens, heads, head_dim]], (q.dtype,), 1),
+        v=(v, [[tokens, heads, head_dim]], (q.dtype,), 1),
+        pages=(pages, [[pages.shape[0], heads, layout.page_bytes_per_head]], (torch.uint8,), 1),
+        block_table=(block_table, [[sequences, block_table.shape[-1]]], (torch.int32,), 1),
+        query_start=(query_start, [[sequences + 1]], (torch.int32,), 1),
+        seq_lens=(seq_lens, [[sequences]], (torch.int32,), 1),
+        k_matrix=(k_matrix, square, (torch.float16,), 2),
+        v_matrix=(v_matrix, square, (torch.float16,), 2),
+        k_means=(k_means, [[loops, heads, head_dim]], (torch.float32,), 3),
+    )
+
+
+def prefill_attention_cost(
+    layout: PageLayout, loop: int, queries: int, past: int, query_heads: int, heads: int, state_bytes: int = 2
+) -> tuple[int, int]:
+    """Bytes that one call must move and operations of its products, for one sequence.
+
+    Args:
+        layout, loop: as for :func:`prefill_attention`.
+        queries: tokens of this step.
+        past: packed tokens.
+        query_heads, heads: Hq and H.
+        state_bytes: of one value of q, k, v and out.
+    """
+    cfg, head_dim = layout.config, layout.head_dim
+    packed = 2 * past * heads * sum(loop_bytes(cfg, read, head_dim) for read in loops_read(cfg, loop))
+    states = 2 * queries * (query_heads + heads) * head_dim * state_bytes
+    pairs = queries * past + queries * (queries + 1) // 2
+    rotations = 2 * queries if cfg.rotation != "none" else 0
+    matrices = 4 * heads * head_dim**2 if rotations else 0
+    return packed + states + matrices, query_heads * head_dim * (4 * pairs + 2 * rotations * head_dim)

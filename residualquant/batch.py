@@ -1,0 +1,344 @@
+"""What the engine's rows share: rotations of many configurations stacked, codings done together, dequantised caches.
+
+A *row* is one sequence under one configuration. All its K and V of one token are [slots, 2 (K, V), H, D]: a *slot* is
+one (loop, layer), loop by loop, and after them come the layers that run once. So whatever is done per slot is one
+operation for all of them, and rows under different configurations differ only in which matrices turn them
+(:class:`RotationStack`) and which codec reads them (:class:`Coding`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from residualquant.attention import attend_one
+from residualquant.cache import LayerRotations
+from residualquant.config import KVQuantConfig
+from residualquant.models.base import EDGE, KVShape
+from residualquant.residual import reconstruct_rotated
+
+
+@dataclass(frozen=True)
+class Slots:
+    """The (loop, layer) pairs of a model that have K and V, numbered: ``shape`` of the loops, then the edge layers."""
+
+    shape: KVShape
+    edge_layers: int = 0
+
+    @property
+    def looped(self) -> int:
+        """Slots of the looped layers."""
+        return self.shape.loops * self.shape.layers
+
+    @property
+    def count(self) -> int:
+        return self.looped + self.edge_layers
+
+    def of(self, loop: int, layer: int) -> int:
+        """The slot that ``attend(loop, layer, ...)`` means."""
+        return self.looped + layer if loop == EDGE else loop * self.shape.layers + layer
+
+    def values(self, rows: int, capacity: int) -> int:
+        """Values of K and V that ``rows`` sequences of ``capacity`` tokens have."""
+        return 2 * self.count * self.shape.kv_heads * self.shape.head_dim * rows * capacity
+
+
+class RotationStack:
+    """The rotations of C configurations, stacked so that the rows of all of them turn in one batched product.
+
+    All have the same number of loops per group. Hadamard's matrix, the same everywhere, is a stack of its own.
+
+    Args:
+        rotations: of each configuration; all of them shared ones, or all calibrated.
+        shape: KV shape of the model.
+        dtype: what attention is computed in.
+    """
+
+    def __init__(self, rotations: Sequence[LayerRotations], shape: KVShape, dtype: torch.dtype):
+        first = rotations[0]
+        self.shape, self.loops, self.means = shape, first.loops, None
+        if first.is_shared:
+            self._exact = first.shared.matrix.double()
+        else:
+            groups = shape.loops // self.loops
+            places = [(g, n, kind) for g in range(groups) for n in range(shape.layers) for kind in "kv"]
+            own = [[r.get(*place) for r in rotations] for place in places]
+            size = (shape.kv_heads, shape.head_dim, shape.head_dim)
+            stacked = torch.stack([torch.stack([r.matrix.double().expand(size) for r in place]) for place in own])
+            self._exact = stacked.unflatten(0, (groups, shape.layers, 2))
+            if any(r.means is not None for place in own for r in place):
+                self.means = self._stack_means(own).unflatten(0, (groups, shape.layers, 2)).permute(4, 3, 0, 1, 2, 5, 6)
+        self._fast = self._exact.to(dtype)
+
+    @property
+    def is_shared(self) -> bool:
+        """True where one matrix turns everything."""
+        return self._exact.dim() == 2
+
+    def index(self, rows_of: Mapping[int, list[int]], spare: int) -> Tensor:
+        """The rows [C, n] of each configuration (by its place), filled up with the row ``spare``; C is 1 if shared."""
+        if self.is_shared:
+            return torch.tensor([[row for rows in rows_of.values() for row in rows]])
+        longest = max(map(len, rows_of.values()))
+        return torch.tensor([(rows_of.get(c, []) + [spare] * longest)[:longest] for c in range(self._exact.shape[3])])
+
+    def _stack_means(self, own: list[list]) -> Tensor:
+        """[places, C, loops of a group, H, D]; zeros where a rotation has no means."""
+        means = self._exact.new_zeros(
+            len(own), len(own[0]), self.loops, self.shape.kv_heads, self.shape.head_dim, dtype=torch.float32
+        )
+        for place, rotations in enumerate(own):
+            for column, rotation in enumerate(rotations):
+                if rotation.means is not None:
+                    given = rotation.means
+                    means[place, column] = given if given.dim() == 3 else given[:, None]
+        return means
+
+    def of_slot(self, slot: int, kind: str) -> Tensor:
+        """The matrices of K or of V in one slot of the loops: [C, H, D, D], or [D, D] where all are the same."""
+        if self.is_shared:
+            return self._fast
+        loop, layer = divmod(slot, self.shape.layers)
+        return self._fast[loop // self.loops, layer, "kv".index(kind)]
+
+    def rotate(self, x: Tensor, column: int | None = None) -> Tensor:
+        """States of the loops in rotated space, as the codec rotates them: summed in FP64, rounded once.
+
+        Args:
+            x: [C, n, loops * layers, 2, H, D]: n rows of each configuration.
+            column: the place of the one configuration that all rows belong to; C is 1.
+
+        Returns:
+            The same shape, FP32.
+        """
+        if self.is_shared:
+            return (x.double() @ self._exact).float()
+        groups, layers = self._exact.shape[:2]
+        matrix = self._exact if column is None else self._exact[:, :, :, column : column + 1]
+        split = x.unflatten(2, (groups, self.loops, layers)).permute(2, 4, 5, 0, 6, 1, 3, 7)
+        z = split.to(torch.float64, memory_format=torch.contiguous_format).flatten(5, 6) @ matrix
+        return z.float().unflatten(5, split.shape[5:7]).permute(3, 5, 0, 6, 1, 2, 4, 7).flatten(2, 4)
+
+
+def turn(x: Tensor, index: Tensor, matrix: Tensor) -> None:
+    """Multiply the rows ``index`` of ``x`` by the matrices of their configurations, in place.
+
+    Args:
+        x: [rows, H, J, D], J vectors per KV head.
+        index: [C, n] rows of each configuration; one may appear again and again as padding if nobody reads it.
+        matrix: [C, H, D, D] or [D, D].
+    """
+    own = x[index]
+    if matrix.dim() == 2:
+        x[index] = own @ matrix
+    else:
+        turned = own.transpose(1, 2).flatten(2, 3) @ matrix
+        x[index] = turned.unflatten(2, (own.shape[1], -1)).transpose(1, 2)
+
+
+@dataclass(frozen=True, eq=False)
+class Coding:
+    """States that one codec reads in one call.
+
+    Attributes:
+        codec: of one loop group, without rotation.
+        rows: their rows, [n], or all.
+        slots: their slots, whole loops; an index of the slots of some layers, [loops * layers].
+        loops: loops that the slots have.
+        means: mu of rotated rows, [L, n or 1, groups, layers, 2, H, D], or None.
+    """
+
+    codec: KVQuantConfig
+    rows: Tensor | slice
+    slots: Tensor | slice
+    loops: int
+    means: Tensor | None = None
+
+    def apply(self, z: Tensor) -> None:
+        """Replace the states ``z`` [rows, slots, 2, H, D], in rotated space, by what the packed cache gives back."""
+        both = isinstance(self.rows, Tensor) and isinstance(self.slots, Tensor)
+        index = (self.rows[:, None], self.slots) if both else (self.rows, self.slots)
+        own = z[index].float()
+        grouped = own.unflatten(1, (self.loops // self.codec.loops, self.codec.loops, -1)).movedim(2, 0)
+        z[index] = reconstruct_rotated(grouped, self.codec, self.means).movedim(0, 2).flatten(1, 3).to(z.dtype)
+
+
+def codings(
+    slots: Slots,
+    rows_of: Sequence[tuple[KVQuantConfig, Tensor | slice, tuple[RotationStack, int] | None]],
+    device: torch.device,
+) -> list[Coding]:
+    """How the rows of every configuration are coded, in as few calls as there are codecs.
+
+    Args:
+        slots: of the model.
+        rows_of: (configuration, its rows, its rotations as a stack and the place in it).
+        device: of the states.
+    """
+    found: dict[tuple, list[tuple]] = {}
+    for cfg, rows, rotation in rows_of:
+        layers_of: dict[KVQuantConfig, list[int]] = {}
+        for layer in range(slots.shape.layers):
+            layers_of.setdefault(cfg.for_layer(layer).codec, []).append(layer)
+        for codec, layers in layers_of.items():
+            found.setdefault((codec, tuple(layers)), []).append((rows, rotation))
+        if slots.edge_layers:
+            found.setdefault((cfg.for_edge.codec, None), []).append((rows, None))
+    made = []
+    for (codec, layers), members in found.items():
+        if codec.is_off:
+            continue
+        rows = members[0][0] if len(members) == 1 else torch.cat([rows for rows, _ in members])
+        if layers is None:
+            made.append(Coding(codec, rows, slice(slots.looped, slots.count), 1))
+            continue
+        own: Tensor | slice = slice(slots.looped)
+        if len(layers) < slots.shape.layers:
+            own = torch.tensor([slots.of(loop, n) for loop in range(slots.shape.loops) for n in layers], device=device)
+        made.append(Coding(codec, rows, own, slots.shape.loops, _means_of(members, layers)))
+    return made
+
+
+def _means_of(members: list[tuple], layers: tuple[int, ...]) -> Tensor | None:
+    """mu of every row, [L, n or 1, groups, layers, 2, H, D]; None where no rotation has means."""
+    parts = []
+    like = next((stack[0].means for _, stack in members if stack is not None and stack[0].means is not None), None)
+    if like is None:
+        return None
+    for rows, rotation in members:
+        stack, place = rotation or (None, 0)
+        means = torch.zeros_like(like[:, 0]) if stack is None or stack.means is None else stack.means[:, place]
+        count = rows.numel() if isinstance(rows, Tensor) else 1
+        parts.append(means[:, None, :, list(layers)].expand(-1, count, *(-1,) * 5))
+    return torch.cat(parts, 1)
+
+
+class DecodeCache:
+    """Dequantised caches of many sequences, each under its own configuration: what a decode step reads (Sec. 4).
+
+    ``data`` [slots, 2 (K, V), rows, H, capacity, D] in each row's rotated space holds what the packed cache would
+    decode to. Rows are right-padded: row i has its tokens in columns 0 … lengths[i] - 1. During a step the column
+    ``lengths[i]`` holds the current token in BF16 precision; :meth:`commit` replaces it by its reconstruction.
+    Reading it runs at memory bandwidth, 8 * S * H * D bytes per row and slot.
+
+    Args:
+        slots: of the model.
+        configs: the configuration of every row.
+        capacity: most tokens a row may reach.
+        storage: flat tensor (FP32) of finite values to live in, at least ``slots.values(rows, capacity)`` long.
+    """
+
+    def __init__(self, slots: Slots, configs: Sequence[KVQuantConfig], capacity: int, storage: Tensor):
+        heads, dim = slots.shape.kv_heads, slots.shape.head_dim
+        size = (slots.count, 2, len(configs), heads, capacity, dim)
+        self.data = storage[: slots.values(len(configs), capacity)].view(size)
+        self.configs = list(configs)
+        self.lengths = torch.zeros(len(configs), dtype=torch.long, device=storage.device)
+        self.longest = 0
+        self._index = torch.arange(len(configs), device=storage.device)
+        self._bias = None
+        self._late = None
+        widest = max((cfg.recent_tokens for cfg in configs), default=0)
+        if widest:
+            self._late = storage.new_zeros(*size[:4], widest, dim)
+
+    @property
+    def rows(self) -> int:
+        """Sequences held."""
+        return len(self.configs)
+
+    def fill(self, row: int, raw: Tensor, rebuilt: Tensor) -> None:
+        """Put a prompt into an empty row.
+
+        Args:
+            raw: [T, slots, 2, H, D] BF16 values in the row's rotated space, for the BF16 windows.
+            rebuilt: the same tokens as the packed cache decodes them, rotated space.
+        """
+        cfg, length = self.configs[row], rebuilt.shape[0]
+        raw, rebuilt = (x.permute(1, 2, 3, 0, 4) for x in (raw, rebuilt))
+        target = self.data[:, :, row, :, :length]
+        target.copy_(rebuilt)
+        sink, recent = min(cfg.sink_tokens, length), min(cfg.recent_tokens, length)
+        target[..., :sink, :] = raw[..., :sink, :]
+        if recent:
+            target[..., length - recent :, :] = raw[..., length - recent :, :]
+            slots = torch.arange(length - recent, length, device=raw.device) % cfg.recent_tokens
+            self._late[:, :, row].index_copy_(3, slots, rebuilt[..., length - recent :, :].to(self._late.dtype))
+        self.lengths[row] = length
+        self.longest = max(self.longest, length)
+
+    def begin_step(self) -> None:
+        """Prepare the mask [rows, 1, 1, S] of the next token: all columns up to ``lengths[i]``, its own."""
+        columns = torch.arange(self.longest + 1, device=self.lengths.device)
+        hidden = columns[None] > self.lengths[:, None]
+        bias = torch.zeros(hidden.shape, dtype=self.data.dtype, device=hidden.device)
+        self._bias = bias.masked_fill_(hidden, -torch.inf)[:, None, None]
+
+    def attend(self, slot: int, vectors: Tensor) -> Tensor:
+        """Attention of the current token of every row over its past and itself.
+
+        Args:
+            vectors: [rows, H, G + 2, D] in each row's rotated space: the queries of every KV head, its key, its value;
+                these two of BF16 precision before they were rotated.
+
+        Returns:
+            [rows, H, G, D], in the rotated space of V.
+        """
+        data, seen = self.data[slot], self.longest + 1
+        data[:, self._index, :, self.lengths] = vectors[:, :, -2:].transpose(1, 2)
+        return attend_one(vectors[:, :, :-2], data[0, :, :, :seen], data[1, :, :, :seen], self._bias)
+
+    def commit(self, raw: Tensor, rebuilt: Tensor) -> None:
+        """End the step: the current tokens become past.
+
+        Args:
+            raw: [rows, slots, 2, H, D], their BF16 values in each row's rotated space, for the BF16 windows.
+            rebuilt: what the packed cache decodes them to.
+        """
+        windowed = [row for row, cfg in enumerate(self.configs) if cfg.has_windows]
+        plain = self._index
+        if windowed:
+            self._commit_windowed(windowed, raw, rebuilt)
+            kept = [row for row in range(self.rows) if row not in set(windowed)]
+            plain = torch.tensor(kept, dtype=torch.long, device=self.lengths.device)
+            rebuilt = rebuilt[plain]
+        self.data[:, :, plain, :, self.lengths[plain]] = rebuilt
+        self.lengths += 1
+        self.longest += 1
+
+    def _commit_windowed(self, rows: list[int], raw: Tensor, rebuilt: Tensor) -> None:
+        """Put BF16 values into the windows; write the reconstruction of the token that leaves the recent one."""
+        lengths = self.lengths.tolist()
+        for row in rows:
+            cfg, position, late = self.configs[row], lengths[row], rebuilt[row]
+            self.data[:, :, row, :, position] = raw[row]
+            if cfg.recent_tokens:
+                slot = self._late[:, :, row, :, position % cfg.recent_tokens]
+                late, old = slot.clone(), late
+                slot.copy_(old)
+            leaving = position - cfg.recent_tokens
+            if leaving >= cfg.sink_tokens:
+                self.data[:, :, row, :, leaving] = late
+
+    def keep(self, rows: Sequence[int]) -> list[int]:
+        """Let all but ``rows`` go, moving as few as possible.
+
+        Returns:
+            The former index of every row that is left, in the new order.
+        """
+        order, kept = list(range(len(rows))), set(rows)
+        moving = [row for row in rows if row >= len(rows)]
+        for hole in order:
+            if hole not in kept:
+                order[hole] = moving.pop(0)
+                self.data[:, :, hole, :, : self.longest] = self.data[:, :, order[hole], :, : self.longest]
+                if self._late is not None:
+                    self._late[:, :, hole] = self._late[:, :, order[hole]]
+        self.data = self.data[:, :, : len(rows)]
+        self.configs = [self.configs[row] for row in order]
+        self.lengths = self.lengths[torch.tensor(order, dtype=torch.long, device=self.lengths.device)]
+        self._index = self._index[: len(rows)]
+        return order

@@ -1,0 +1,344 @@
+"""Decode attention over packed pages on a GPU, beside the best BF16 attention of the same run: ``make bench-gpu``.
+
+Expected before measuring: both are bound by memory, so packed attention takes its bytes (``decode_attention_cost``)
+over the copy bandwidth, and all four loops of INT2/4 g=32 at most 2.47 times less than BF16. The goals are 75 % of the
+copy bandwidth per loop and 1.9 times BF16 over four loops, at D = 128, 16k tokens, batch 8 and more.
+
+Every timing has a cold second-level cache: a CUDA graph goes through as many disjoint sets of pages as make up several
+times that cache, and the time of a launch is a replay's over the number of launches. A time is only reported after the
+same launch, on poisoned output, agreed with the FP64 reference.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import dataclasses
+import io
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from residualquant.config import preset
+from residualquant.errors import ResidualQuantError
+from residualquant.kernels.decode_attention import (
+    Past,
+    decode_attention,
+    decode_attention_cost,
+    decode_attention_reference,
+    workspace,
+)
+from residualquant.layout import PageLayout
+from residualquant.pages import allocate_pages, write_pages
+from residualquant.repro.paths import data_dir, figures_dir, show, write_atomic
+from residualquant.residual import encode
+from residualquant.rotation import Rotation
+
+MODELS = {"Ouro-1.4B": (16, 128), "Huginn-0125": (55, 96)}  # KV heads, head dim; 4 loops in a group
+CONTEXTS = (2048, 4096, 8192, 16384, 32768, 65536)
+BATCHES = (1, 2, 4, 8, 16, 32, 64)
+QUICK = ((16384, 1), (16384, 8), (16384, 32), (4096, 64))
+LOOPS = {"residual loop": (0,), "anchor loop": (3,), "four loops": (0, 1, 2, 3)}
+TOLERANCE = 2e-3  # relative L2 per query and head, against FP64
+CACHE_BYTES = 256 * 2**20  # what one go through the page sets must read at least; an H200's cache has 60 MB
+MEMORY_BYTES = 100 * 2**30  # of pages or of BF16 states; larger cases are left out
+TEMPLATE_PAGES = 256  # distinct pages that the others repeat
+
+
+@dataclass(frozen=True)
+class Timing:
+    """One row of data/h200/kernels.csv; times in microseconds, speeds in TB/s.
+
+    ``bf16_us`` is the fastest BF16 attention for as many loops, ``speedup`` over it; ``ideal_speedup`` over BF16 that
+    would run at the copy bandwidth.
+    """
+
+    gpu: str
+    torch: str
+    model: str
+    config: str
+    operation: str
+    backend: str
+    context: int
+    batch: int
+    splits: int
+    read_bytes: int
+    median_us: float
+    p20_us: float
+    p80_us: float
+    tb_per_s: float
+    copy_tb_per_s: float
+    fraction_of_copy: float
+    error: float
+    bf16_way: str
+    bf16_us: float
+    speedup: float
+    ideal_speedup: float
+
+
+def copy_bandwidth() -> float:
+    """Bytes read and written per second by a large device-to-device copy."""
+    source = torch.empty(2**31, dtype=torch.uint8, device="cuda").random_()
+    target = torch.empty_like(source)
+    median, _, _ = time_launches([lambda: target.copy_(source)])
+    return 2 * source.numel() / median
+
+
+def time_launches(launches: list[Callable[[], object]], budget: float = 0.25) -> tuple[float, float, float]:
+    """Median, 20th and 80th percentile of the seconds one launch takes, over replays of a graph of all of them."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for launch in launches:
+            launch()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for launch in launches:
+            launch()
+    graph.replay()
+    torch.cuda.synchronize()
+    seconds: list[float] = []
+    begun = time.perf_counter()
+    while len(seconds) < 5 or (time.perf_counter() - begun < budget and len(seconds) < 200):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in "se")
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        seconds.append(start.elapsed_time(end) / 1e3 / len(launches))
+    tenths = statistics.quantiles(seconds, n=10)
+    return statistics.median(seconds), tenths[1], tenths[7]
+
+
+class Case:
+    """Packed pages of one layer for ``batch`` sequences of ``context`` tokens, in as many sets as the cache asks for.
+
+    Args:
+        model: a key of ``MODELS``.
+        context, batch: past tokens and sequences.
+        prefer: as for ``decode_attention``.
+    """
+
+    def __init__(self, model: str, context: int, batch: int, prefer: str | None):
+        self.heads, self.head_dim = MODELS[model]
+        self.context, self.batch, self.prefer = context, batch, prefer
+        self.layout = PageLayout(preset("INT2/4 g=32", rotation="optr_h"), self.head_dim)
+        draw = torch.Generator("cuda").manual_seed(0)
+        self.matrices = [_orthogonal(self.heads, self.head_dim, draw) for _ in "kv"]
+        means = torch.randn(4, self.heads, self.head_dim, generator=draw, device="cuda")
+        self.means = 0.1 * means
+        per_sequence = -(-context // self.layout.page_tokens)
+        smallest = decode_attention_cost(self.layout, 3, context * batch, self.heads, self.heads)[0]
+        self.sets = max(1, math.ceil(CACHE_BYTES / smallest))
+        count = self.sets * batch * per_sequence
+        self.pages = _repeat(self._template(draw), count, draw)
+        order = torch.randperm(count, generator=draw, device="cuda").int()
+        self.tables = order.view(self.sets, batch, per_sequence)
+        self.lengths = torch.full((batch,), context, dtype=torch.int32, device="cuda")
+        shape = (batch, self.heads, self.head_dim)
+        self.q, self.k, self.v = (torch.randn(shape, generator=draw, device="cuda").bfloat16() for _ in "qkv")
+        self.scratch = workspace(batch, self.heads, self.heads, self.head_dim, context, "cuda")
+        self.out = torch.empty_like(self.q)
+
+    @staticmethod
+    def page_bytes(model: str, context: int, batch: int) -> int:
+        """Bytes that the pages of such a case take at least, and BF16 states of one loop."""
+        heads, head_dim = MODELS[model]
+        packed = PageLayout(preset("INT2/4 g=32"), head_dim).page_bytes_per_head / 16
+        return int(context * batch * heads * max(packed, 4 * head_dim))
+
+    def _template(self, draw: torch.Generator) -> Tensor:
+        tokens = TEMPLATE_PAGES * self.layout.page_tokens
+        pages = allocate_pages(self.layout, TEMPLATE_PAGES, self.heads, "cuda")
+        packed = []
+        for matrix, means in zip(self.matrices, (self.means, None)):
+            common, own = (
+                torch.randn(n, tokens, self.heads, self.head_dim, generator=draw, device="cuda") for n in (1, 4)
+            )
+            packed.append(encode(common + 0.3 * own, self.layout.config, Rotation(matrix, means)))
+        write_pages(pages, self.layout, torch.arange(tokens, device="cuda"), *packed)
+        return pages
+
+    def past(self, which: int, rows: slice = slice(None)) -> Past:
+        """One set of pages, of some sequences."""
+        return Past(self.pages, self.layout, self.tables[which, rows], self.lengths[rows], *self.matrices, self.means)
+
+    def launch(self, loop: int, which: int, out: Tensor | None = None) -> None:
+        """One launch of the op on one set of pages."""
+        out = self.out if out is None else out
+        decode_attention(self.q, self.k, self.v, self.past(which), loop, self.scratch, out=out, prefer=self.prefer)
+
+    def error(self, loop: int) -> float:
+        """Largest relative L2 error over the heads of the first and last sequence, of FP32 output poisoned before.
+
+        Raises:
+            ResidualQuantError: it is above ``TOLERANCE``, or something was not written.
+        """
+        out = torch.full(self.q.shape, torch.nan, device="cuda")
+        self.launch(loop, 0, out)
+        rows = slice(None, None, max(1, self.batch - 1))
+        tokens = self.q[rows], self.k[rows], self.v[rows]
+        reference = decode_attention_reference(*tokens, self.past(0, rows), loop)
+        error = ((out[rows] - reference).norm(dim=-1) / reference.norm(dim=-1)).max().item()
+        if not error < TOLERANCE or not out.isfinite().all():
+            raise ResidualQuantError(f"loop {loop} at {self.context} x {self.batch} is wrong by {error}: no time given")
+        return error
+
+
+def _orthogonal(heads: int, dim: int, draw: torch.Generator) -> Tensor:
+    return torch.linalg.qr(torch.randn(heads, dim, dim, generator=draw, device="cuda"))[0].half().contiguous()
+
+
+def _repeat(template: Tensor, count: int, draw: torch.Generator) -> Tensor:
+    """``count`` pages, each a random one of ``template``'s, filled in pieces so that no large copy is made."""
+    pages = template.new_empty(count, *template.shape[1:])
+    for piece in pages.split(4096):
+        choice = torch.randint(len(template), (len(piece),), generator=draw, device="cuda")
+        torch.index_select(template, 0, choice, out=piece)
+    return pages
+
+
+def best_bf16(heads: int, head_dim: int, context: int, batch: int) -> tuple[str, float]:
+    """The fastest way torch has for one BF16 query token over the context, and its median seconds."""
+    shape = (batch, heads, context, head_dim)
+    sets = max(1, math.ceil(CACHE_BYTES / (4 * math.prod(shape))))
+    q = torch.randn(batch, heads, 1, head_dim, device="cuda").bfloat16()
+    states = [[torch.empty(shape, dtype=torch.bfloat16, device="cuda").normal_() for _ in "kv"] for _ in range(sets)]
+
+    def sdpa(backend: SDPBackend, k: Tensor, v: Tensor) -> None:
+        with sdpa_kernel(backend):
+            F.scaled_dot_product_attention(q, k, v)
+
+    def products(k: Tensor, v: Tensor) -> None:
+        torch.softmax(q @ k.mT * head_dim**-0.5, -1) @ v
+
+    ways: dict[str, Callable] = {"two products": products}
+    for backend in (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION):
+        ways[f"sdpa {backend.name.lower()}"] = lambda k, v, backend=backend: sdpa(backend, k, v)
+    times = {}
+    for name, way in ways.items():
+        try:
+            times[name] = time_launches([lambda way=way, kv=kv: way(*kv) for kv in states], budget=0.1)[0]
+        except RuntimeError:  # this build of torch lacks the backend, or it refuses the shape
+            torch.cuda.synchronize()
+    return min(times.items(), key=lambda item: item[1])
+
+
+def measure(model: str, context: int, batch: int, copy: float, prefer: str | None) -> Iterator[Timing]:
+    """Rows of one case: a residual loop, the anchor loop, and the four loops of a layer."""
+    heads, head_dim = MODELS[model]
+    bf16_way, bf16_seconds = best_bf16(heads, head_dim, context, batch)
+    case = Case(model, context, batch, prefer)
+    errors = {loop: case.error(loop) for loop in range(4)}
+    ideal = 4 * head_dim * heads * context * batch / copy
+    for operation, loops in LOOPS.items():
+        launches = [
+            lambda loops=loops, which=which: [case.launch(loop, which) for loop in loops] for which in range(case.sets)
+        ]
+        median, p20, p80 = time_launches(launches)
+        cost = [decode_attention_cost(case.layout, loop, context * batch, heads, heads)[0] for loop in loops]
+        yield Timing(
+            gpu=torch.cuda.get_device_name(),
+            torch=torch.__version__,
+            model=model,
+            config=case.layout.config.label,
+            operation=operation,
+            backend=prefer or "cuda",
+            context=context,
+            batch=batch,
+            splits=case.scratch.lse.shape[2],
+            read_bytes=sum(cost),
+            median_us=median * 1e6,
+            p20_us=p20 * 1e6,
+            p80_us=p80 * 1e6,
+            tb_per_s=sum(cost) / median / 1e12,
+            copy_tb_per_s=copy / 1e12,
+            fraction_of_copy=sum(cost) / median / copy,
+            error=max(errors[loop] for loop in loops),
+            bf16_way=bf16_way,
+            bf16_us=len(loops) * bf16_seconds * 1e6,
+            speedup=len(loops) * bf16_seconds / median,
+            ideal_speedup=len(loops) * ideal / median,
+        )
+
+
+def run(quick: bool, prefer: str | None, models: list[str]) -> list[Timing]:
+    """All rows, printed as they come."""
+    if not torch.cuda.is_available():
+        raise ResidualQuantError("there is no GPU here: `make bench-gpu` needs one")
+    copy = copy_bandwidth()
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, copy bandwidth {copy / 1e12:.2f} TB/s")
+    grid = QUICK if quick else [(context, batch) for context in CONTEXTS for batch in BATCHES]
+    rows = []
+    for model in models:
+        for context, batch in grid:
+            if Case.page_bytes(model, context, batch) > MEMORY_BYTES:
+                continue
+            for row in measure(model, context, batch, copy, prefer):
+                print(
+                    f"{model:11s} {context:6d} x {batch:2d} {row.operation:13s} {row.median_us:9.1f} us "
+                    f"{row.fraction_of_copy:6.1%} of copying, {row.speedup:5.2f}x {row.bf16_way}, "
+                    f"{row.ideal_speedup:4.2f}x ideal BF16, error {row.error:.1e}, splits {row.splits}",
+                    flush=True,
+                )
+                rows.append(row)
+            torch.cuda.empty_cache()
+    return rows
+
+
+def write_csv(rows: list[Timing]) -> Path:
+    """Write data/h200/kernels.csv and return its path."""
+    text = io.StringIO()
+    writer = csv.DictWriter(text, [field.name for field in dataclasses.fields(Timing)], lineterminator="\n")
+    writer.writeheader()
+    for row in rows:
+        values = dataclasses.asdict(row)
+        writer.writerow({key: f"{v:.4g}" if isinstance(v, float) else v for key, v in values.items()})
+    path = data_dir("h200") / "kernels.csv"
+    write_atomic(path, text.getvalue())
+    return path
+
+
+def draw_roofline(rows: list[Timing]) -> list[Path]:
+    """Fraction of the copy bandwidth by bytes read, one panel per operation; figures/h200/kernels.png and .pdf."""
+    from residualquant.repro.plots import TEXT, Picture, house_style, new_figure
+
+    with house_style():
+        figure = new_figure(TEXT, 2.3)
+        panels = figure.subplots(1, len(LOOPS), sharey=True)
+        for panel, operation in zip(panels, LOOPS):
+            mine = [row for row in rows if row.operation == operation]
+            for model in dict.fromkeys(row.model for row in mine):
+                points = sorted((row.read_bytes / 1e6, row.fraction_of_copy) for row in mine if row.model == model)
+                panel.plot(*zip(*points), ".", label=model)
+            panel.axhline(0.75, linewidth=0.8, linestyle="--", color="grey")
+            panel.set(xscale="log", ylim=(0, 1.05), title=operation, xlabel="MB read")
+        panels[0].set_ylabel("fraction of copy bandwidth")
+        panels[0].legend(loc="lower right")
+        text = "Decode attention: bytes read per second over the copy bandwidth, by the bytes of a launch."
+        return Picture(figure, text).save(figures_dir("h200"), "kernels")
+
+
+def main() -> None:
+    """Measure, print and write; ``--quick`` takes less than a minute."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="four shapes of Ouro-1.4B only")
+    parser.add_argument("--prefer", choices=("cuda", "triton"), default="cuda")
+    parser.add_argument("--models", nargs="+", choices=tuple(MODELS), default=None)
+    arguments = parser.parse_args()
+    models = arguments.models or (["Ouro-1.4B"] if arguments.quick else list(MODELS))
+    rows = run(arguments.quick, arguments.prefer, models)
+    print(f"wrote {', '.join(map(show, [write_csv(rows), *draw_roofline(rows)]))}")
+
+
+if __name__ == "__main__":
+    main()

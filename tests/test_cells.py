@@ -1,0 +1,135 @@
+"""Cells: what the labels ask for, each configuration once; in one piece or in parts, scored at once or later."""
+
+import dataclasses
+
+import pytest
+import stand_ins
+
+from residualquant.config import preset
+from residualquant.errors import ResidualQuantError
+from residualquant.repro import cells, paths, profiles
+from residualquant.repro.labels import BF16, LABELS, lines
+from residualquant.repro.profiles import PROFILES, Profile
+from residualquant.repro.records import list_records, read_records
+
+N = 2
+TINY = Profile("tiny", {"ouro": {"words": N, "algebra": N + 2}, "huginn": {"words": N}}, elsewhere=N)
+
+
+@pytest.fixture
+def home(tmp_path, monkeypatch):
+    monkeypatch.setenv("RESIDUALQUANT_HOME", str(tmp_path))
+    monkeypatch.setattr(profiles, "_lack_of_model", lambda name: "")
+    stand_ins.install(monkeypatch, n=N + 2)
+    return tmp_path
+
+
+# ------------------------------------------------------------------------------------------------ labels and plans
+
+
+def test_the_papers_rows_are_the_cells():
+    counts = {label: len(lines(label)) for label in LABELS}
+    assert counts == {"table2": 136, "figure1_left": 6, "table3": 25, "table4": 13, "table5": 29, "table8": 13,
+                      "table9": 73}  # fmt: skip
+    for label in LABELS:
+        found = [(line.family, line.benchmark, line.config) for line in lines(label)]
+        assert len(set(found)) == len(found) and found[0][2] == BF16
+    full = next(x for x in lines("table3") if x.paper_pct == 76.0)
+    assert full.config == preset("INT2/4 g=32", rotation="optr_h")
+    first = next(x for x in lines("table9") if x.paper_pct == 24.8)
+    assert (first.config.bits, first.config.reference, first.config.coefficient) == ((4, 2, 2, 2), "first", "unit")
+    assert {x.config.bits for x in lines("table5") if x.config.label == "INT4 g=32"} == {(4, 4, 4, 4)}
+    assert [len(x.config.bits) for x in lines("table8")[1::4]] == [4, 8, 16]
+    with pytest.raises(ValueError, match="no accuracy table 'table1'"):
+        lines("table1")
+
+
+def test_a_plan_is_the_union_of_the_labels():
+    full = PROFILES["full"].plan
+    assert {place: len(found) for place, found in full.items()} == {
+        ("ouro", "words"): 17, ("ouro", "algebra"): 88, ("ouro", "stubs"): 17, ("ouro", "asserts"): 17,
+        ("huginn", "words"): 25, ("huginn", "algebra"): 17, ("huginn", "stubs"): 17, ("huginn", "asserts"): 17,
+    }  # fmt: skip
+    assert {n for task in ("words", "algebra") for n in full["ouro", task].values()} == {800}
+    assert set(full["huginn", "stubs"].values()) == {400}
+    mini = PROFILES["mini"].plan["ouro", "algebra"]
+    assert mini[BF16] == mini[preset("INT2 g=32", coefficient="unit")] == 200
+    assert mini[preset("INT2 g=32", reference="first", group_size=16)] == 100
+    assert all(place in full and set(found) <= set(full[place]) for place, found in PROFILES["smoke"].plan.items())
+
+
+def test_a_labels_cells_include_what_its_rows_are_tested_against():
+    found = PROFILES["full"].cells_of(["table4"])
+    assert list(found) == [("ouro", "algebra")]
+    assert {BF16, preset("INT4 g=32", reference="direct")} < set(found["ouro", "algebra"])
+    assert len(found["ouro", "algebra"]) == 13
+    assert PROFILES["full"].cells_of(LABELS) == PROFILES["full"].plan
+
+
+def test_another_place_or_part_is_refused(home):
+    with pytest.raises(ValueError, match="'tiny' has no model 'mini-x'; it has mini-ouro-maths, mini-huginn"):
+        cells.compute_cells(TINY, models=["mini-x"])
+    with pytest.raises(ValueError, match="no task 'poems'"):
+        cells.compute_cells(TINY, tasks=["poems"])
+    with pytest.raises(ValueError, match="got 3/2"):
+        cells.compute_cells(TINY, part=(3, 2))
+    assert not list(home.iterdir())
+
+
+# ------------------------------------------------------------------------------------------------ computing
+
+
+def answers(folder):
+    """{(file, configuration, problem): (response, correct)} of all records in a folder."""
+    return {
+        (file.name, repr(cell.identity["kv"]), cell.identity["n"], a.problem): (a.response, a.correct)
+        for file in list_records(folder)
+        for cell in read_records(file).cells.values()
+        for a in cell.answers.values()
+    }
+
+
+def test_parts_scored_later_give_what_one_run_gives(home, monkeypatch):
+    calibrated = []
+    monkeypatch.setattr(
+        "residualquant.rotation.calibration.calibrated_many",
+        lambda model, configs, *rest: calibrated.append((model.name, *configs))
+        or stand_ins.calibrated_many(model, configs, *rest),
+    )
+    cells.compute_cells(TINY, progress=False)
+    whole = answers(paths.records_dir("tiny"))
+    assert len(whole) == sum(sum(found.values()) for found in TINY.plan.values())
+    assert len(cells.read_cells(TINY)) == sum(map(len, TINY.plan.values()))
+    calibrated.clear()
+    monkeypatch.setenv("RESIDUALQUANT_HOME", str(home / "other"))
+    for i in (1, 2, 3):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("residualquant.evals.scorers.score", None)  # a machine without scorers
+            cells.compute_cells(TINY, part=(i, 3), score=False, progress=False)
+    learnt = [(name, config) for name, *configs in calibrated for config in configs]
+    assert len({config for name, config in learnt if name == "mini-ouro-maths"}) == 39
+    with pytest.raises(ResidualQuantError, match="holds 0 of 4 answers for algebra, BF16; `make reproduce"):
+        cells.read_cells(dataclasses.replace(TINY, problems={"ouro": {"algebra": N + 2}}))
+    said = list(cells.collect_cells(TINY))
+    assert answers(paths.records_dir("tiny")) == whole
+    assert said[0] == f"mini-huginn.words.jsonl: {25 * N} answers from 3 parts"
+    assert next(cells.collect_cells(TINY)).endswith(" 0 answers from 3 parts")
+
+
+def test_a_part_replaces_older_cells(home, monkeypatch):
+    tiny = dataclasses.replace(TINY, problems={"huginn": {"words": N}})
+    monkeypatch.setattr("residualquant.evals.run.method_hash", lambda: "old")
+    cells.compute_cells(tiny, progress=False)
+    monkeypatch.setattr("residualquant.evals.run.method_hash", lambda: "new")
+    cells.compute_cells(tiny, part=(1, 2), progress=False)
+    list(cells.collect_cells(tiny))
+    (file,) = list_records(paths.records_dir("tiny"))
+    found = read_records(file).cells.values()
+    assert len(found) == 25 and sorted(cell.identity["method"] for cell in found) == ["new"] * 13 + ["old"] * 12
+
+
+def test_one_label_computes_its_own_cells_only(home):
+    cells.compute_cells(TINY, ["table8"], progress=False)
+    assert len(cells.read_cells(TINY, ["table8"])) == 15  # with the direct baselines, which Table 2 has
+    with pytest.raises(ResidualQuantError, match="`make reproduce PROFILE=tiny` computes the rest"):
+        cells.read_cells(TINY, ["table2"])

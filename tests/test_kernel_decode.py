@@ -1,0 +1,431 @@
+"""Decode attention over packed pages: the reference against the codec, the CUDA source run on a CPU, the Triton kernel
+in its interpreter, and on a GPU the real thing."""
+
+import ctypes
+import dataclasses
+import itertools
+import os
+import re
+import shutil
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from residualquant import encode
+from residualquant.attention import attend_past_and_step
+from residualquant.bench import kernels as bench
+from residualquant.config import KVQuantConfig, preset
+from residualquant.errors import ResidualQuantError
+from residualquant.kernels.build import (
+    Variant,
+    compile_variant,
+    compiler,
+    load_variant,
+    paper_variants,
+    sources,
+    variant_for,
+)
+from residualquant.kernels.decode_attention import (
+    Past,
+    choose_splits,
+    decode_attention,
+    decode_attention_cost,
+    decode_attention_reference,
+    fill_arguments,
+    launch,
+    workspace,
+)
+from residualquant.layout import PageLayout, bytes_read_per_step
+from residualquant.pages import allocate_pages, write_pages
+from residualquant.residual import decode
+from residualquant.rotation import Rotation
+
+TOLERANCE = 2e-3  # relative L2 per query and head, before the output is rounded to BF16: f16 queries and weights
+
+
+class Problem:
+    """Random states packed into shuffled pages, everything unused full of bytes that are NaN as FP8 and as BF16."""
+
+    def __init__(
+        self, cfg, head_dim, lengths, heads=2, queries_per_head=1, page_tokens=16, groups=1, group=0, device="cpu"
+    ):
+        draw = torch.Generator().manual_seed(0)
+        self.layout = PageLayout(cfg, head_dim, page_tokens, groups)
+        self.group, self.cfg = group, cfg
+        batch, loops = len(lengths), cfg.loops
+        rotated = cfg.rotation != "none"
+        self.k_matrix = self.v_matrix = self.k_means = None
+        if rotated:
+            self.k_matrix, self.v_matrix = (_orthogonal(heads, head_dim, draw) for _ in "kv")
+            self.k_means = 0.3 * torch.randn(loops, heads, head_dim, generator=draw)
+        pages_of = [-(-length // page_tokens) for length in lengths]
+        blocks = sum(pages_of) + 3
+        self.pages = allocate_pages(self.layout, blocks, heads)
+        self.pages.fill_(0xFF)
+        self.block_table = torch.full((batch, max(*pages_of, 1) + 1), -(2**31), dtype=torch.int32)
+        free = torch.randperm(blocks, generator=draw)
+        self.past = []
+        for row, (length, count) in enumerate(zip(lengths, pages_of)):
+            mine, free = free[:count], free[count:]
+            self.block_table[row, :count] = mine.int()
+            positions = torch.arange(length)
+            slots = mine[positions // page_tokens] * page_tokens + positions % page_tokens
+            states = [_states(loops, length, heads, head_dim, draw) for _ in "kv"]
+            rotations = (None, None)
+            if rotated:
+                rotations = (Rotation(self.k_matrix, self.k_means), Rotation(self.v_matrix))
+            packed = [encode(x, cfg, rotation) for x, rotation in zip(states, rotations)]
+            if length:
+                write_pages(self.pages, self.layout, slots, *packed, group=group)
+            self.past.append(packed)
+        query_heads = heads * queries_per_head
+        self.q = torch.randn(batch, query_heads, head_dim, generator=draw).bfloat16()
+        self.k, self.v = (torch.randn(batch, heads, head_dim, generator=draw).bfloat16() for _ in "kv")
+        self.lengths = torch.tensor(lengths, dtype=torch.int32)
+        for name in ("pages", "block_table", "lengths", "q", "k", "v", "k_matrix", "v_matrix", "k_means"):
+            if (tensor := getattr(self, name)) is not None:
+                setattr(self, name, tensor.to(device))
+
+    @property
+    def paged(self):
+        rotation = self.k_matrix, self.v_matrix, self.k_means
+        return Past(self.pages, self.layout, self.block_table, self.lengths, *rotation, self.group)
+
+    def operands(self, loop):
+        return self.q, self.k, self.v, self.paged, loop
+
+    def scratch(self, splits):
+        shape = (*self.q.shape[:2], self.k.shape[1], self.layout.head_dim)
+        made = workspace(*shape, int(self.lengths.max()), self.q.device, splits)
+        made.partial.fill_(torch.nan), made.lse.fill_(torch.nan)
+        return made
+
+    def reference(self, loop):
+        return decode_attention_reference(*self.operands(loop))
+
+    def run(self, loop, splits=None, **options):
+        out = torch.full(self.q.shape, torch.nan, device=self.q.device)
+        return decode_attention(*self.operands(loop), self.scratch(splits), **{"out": out, **options})
+
+
+def _orthogonal(heads, dim, draw):
+    return torch.linalg.qr(torch.randn(heads, dim, dim, generator=draw, dtype=torch.float64))[0].half().contiguous()
+
+
+def _states(loops, tokens, heads, dim, draw):
+    """States that resemble each other across loops, with a different size for each channel."""
+    common = torch.randn(1, tokens, heads, dim, generator=draw)
+    own = torch.randn(loops, tokens, heads, dim, generator=draw)
+    return (common + 0.3 * own) * torch.linspace(0.5, 2.0, dim)
+
+
+def worst_error(out, reference):
+    """Largest relative L2 error over queries and heads; NaN counts as infinite."""
+    out, reference = out.double().cpu(), reference.double().cpu()
+    error = (out - reference).norm(dim=-1) / reference.norm(dim=-1)
+    return error.nan_to_num(nan=torch.inf).max().item()
+
+
+@pytest.mark.parametrize("reference", ["last", "first", "previous", "next", "direct"])
+@pytest.mark.parametrize("rotation", ["none", "optr_h"])
+def test_reference_is_the_codec_and_plain_attention(reference, rotation):
+    cfg = preset("INT2/4 g=32", reference=reference, rotation=rotation)
+    problem = Problem(cfg, 64, [7, 33], queries_per_head=2, groups=2, group=1)
+    for loop in range(cfg.loops):
+        out = problem.reference(loop)
+        for row, packed in enumerate(problem.past):
+            past = tuple(decode(x, "rotated")[loop].double()[None] for x in packed)
+            step = tuple(x[row].double()[None, None] for x in (problem.k, problem.v))
+            matrices = (problem.k_matrix, problem.v_matrix)
+            expected = attend_past_and_step(problem.q[row].double()[None, None], past, step, matrices)
+            torch.testing.assert_close(out[row], expected[0, 0], rtol=1e-5, atol=1e-6)
+
+
+def test_cost_is_the_storage_arithmetic():
+    layout = PageLayout(preset("INT2/4 g=32"), 128)
+    read = [decode_attention_cost(layout, loop, 1, 1, 1)[0] for loop in range(4)]
+    assert read == [228, 228, 228, 144]
+    for reference, g in itertools.product(("last", "previous", "direct"), (16, 32)):
+        layout = PageLayout(preset(f"INT2/4 g={g}", reference=reference), 128)
+        read = sum(decode_attention_cost(layout, loop, 10, 4, 2)[0] for loop in range(4))
+        assert read == 2 * 2 * 10 * bytes_read_per_step(layout.config, 128)
+    assert decode_attention_cost(layout, 0, 10, 4, 2)[1] == 4 * 128 * 10 * 4
+
+
+def test_splits_fill_the_device():
+    assert choose_splits(8 * 16, 16384, 528) == 4
+    assert choose_splits(16, 16384, 528) == 33
+    assert choose_splits(512, 16384, 528) == 1
+    assert choose_splits(4, 100, 528) == 1
+
+
+# ------------------------------------------------------------------------------------------- the CUDA source on a CPU
+
+CASES = {  # head_dim, configuration, loop, what else
+    "residual": (128, {}, 0, {}),
+    "anchor": (128, {}, 3, {}),
+    "g16": (128, {"group_size": 16}, 0, {}),
+    "g64, two query heads": (128, {"bits": (2, 4), "group_size": 64}, 0, {"queries_per_head": 2}),
+    "D=96, large pages": (96, {"bits": (2, 4)}, 0, {"heads": 2, "page_tokens": 32, "groups": 2, "group": 1}),
+    "D=96 g16": (96, {"bits": (2, 4), "group_size": 16}, 0, {}),
+    "D=256 g16": (256, {"bits": (2, 4), "group_size": 16}, 0, {}),
+    "D=64 descending, unit": (64, {"bits": (4, 2), "group_size": 64, "coefficient": "unit"}, 0, {}),
+    "previous": (64, {"bits": (4, 2, 2), "reference": "previous"}, 2, {"queries_per_head": 3}),
+    "next": (128, {"reference": "next"}, 0, {}),
+    "direct g16": (128, {"bits": (2, 4), "group_size": 16, "reference": "direct"}, 0, {}),
+}
+
+
+@pytest.fixture(scope="session")
+def cpu_library(root, tmp_path_factory):
+    """Compiles a variant of the CUDA source for this CPU: the kernels' own text, other primitives."""
+    if shutil.which("g++") is None:
+        pytest.skip("no g++")
+    folder = tmp_path_factory.mktemp("cuda_on_cpu")
+    for source in sources():
+        shutil.copy(source, folder)
+    shutil.copy(root / "tests" / "cuda_on_cpu" / "primitives.cuh", folder)
+    built = {}
+
+    def build(variant: Variant) -> ctypes.CDLL:
+        if variant not in built:
+            target = folder / f"variant{len(built)}.so"
+            flags = ["-O1", "-std=c++17", "-x", "c++", "-shared", "-fPIC", "-fno-gnu-unique", *variant.macros]
+            subprocess.run(["g++", *flags, "-o", target, folder / "decode_attention.cu"], check=True)
+            built[variant] = ctypes.CDLL(str(target))
+        return built[variant]
+
+    return build
+
+
+def run_on_cpu(cpu_library, problem, loop, splits, late):
+    variant = variant_for(problem.layout, loop, problem.q.shape[1] // problem.k.shape[1])
+    library = cpu_library(variant)
+    library.set_copies_land_late(late)
+    out, scratch = torch.full(problem.q.shape, torch.nan), problem.scratch(splits)
+    scale = problem.layout.head_dim**-0.5
+    launch(library, fill_arguments(*problem.operands(loop), scratch, scale, out), 0)
+    return out
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_cuda_source_on_cpu(cpu_library, name):
+    head_dim, changes, loop, more = CASES[name]
+    cfg = KVQuantConfig(**{"rotation": "none" if "D=64" in name else "optr_h", **changes})
+    problem = Problem(cfg, head_dim, [0, 1, 90], **{"heads": 1, **more})
+    reference = problem.reference(loop)
+    for splits, late in ((1, True), (3, False)):
+        out = run_on_cpu(cpu_library, problem, loop, splits, late)
+        assert worst_error(out, reference) < TOLERANCE, (splits, late)
+
+
+def test_many_tiles_on_cpu(cpu_library):
+    """More tiles than a warp looks up at once, a growing maximum, and BF16 output."""
+    cfg = KVQuantConfig(bits=(2,), reference="direct")
+    problem = Problem(cfg, 64, [16 * 4 * 66 + 5], heads=1)
+    problem.q *= 8
+    out = torch.empty_like(problem.q)
+    scratch = problem.scratch(1)
+    library = cpu_library(variant_for(problem.layout, 0))
+    launch(library, fill_arguments(*problem.operands(0), scratch, 0.125, out), 0)
+    reference = problem.reference(0)
+    assert worst_error(out, reference.bfloat16()) < 2 * TOLERANCE
+
+
+@pytest.mark.parametrize("architecture", ["sm_90", "sm_120"])
+def test_cuda_source_compiles(architecture, tmp_path):
+    if compiler() is None:
+        pytest.skip("no nvcc")
+    log = compile_variant(variant_for(PageLayout(preset("INT2/4 g=32"), 128), 0), architecture, tmp_path / "k.so")
+    assert "decode_attention_kernel" in log and not re.search(r"[1-9]\d* bytes spill", log), log
+
+
+def test_variants():
+    variants = paper_variants()
+    assert {variant.head_dim for variant in variants} == {96, 128} and len(variants) == len(set(variants))
+    assert variant_for(PageLayout(preset("INT2/4 g=16"), 128), 3).kinds == 1
+    assert variant_for(PageLayout(preset("INT2/4 g=16", reference="next"), 128), 0, 4).kinds == 4
+    assert "bits must be 2 or 4" in variant_for(PageLayout(KVQuantConfig(bits=(3, 4)), 128), 0)
+    assert "one precision" in variant_for(PageLayout(KVQuantConfig(bits=(2, 4, 4), reference="next"), 128), 0)
+    assert "at most 4" in variant_for(PageLayout(preset("INT2 g=32", 8, reference="next"), 128), 0)
+    assert "head_dim" in variant_for(PageLayout(preset("INT2 g=32"), 160), 0)
+
+
+# ----------------------------------------------------------------------------------------------------- the public op
+
+
+def test_on_a_cpu_the_reference_runs():
+    problem = Problem(preset("INT2/4 g=32", rotation="optr_h"), 64, [3, 20])
+    out = problem.run(1, out=None, check_table=True)
+    assert out.dtype == torch.bfloat16 and worst_error(out, problem.reference(1)) < 2 * TOLERANCE
+    with pytest.raises(ResidualQuantError, match="tensors are on cpu"):
+        problem.run(1, prefer="cuda")
+
+
+BAD = {
+    "rounding": (dict(layout=PageLayout(KVQuantConfig(rounding="bf16"), 64)), "'bf16'"),
+    "bits": (dict(layout=PageLayout(KVQuantConfig(bits=(3, 4)), 64)), r"\(3, 4\)"),
+    "loop": (dict(loop=4), "got 4 and 0"),
+    "group": (dict(group=1), "got 0 and 1"),
+    "q": (dict(q=torch.zeros(2, 2, 64, dtype=torch.float64)), "float64"),
+    "heads": (dict(q=torch.zeros(2, 3, 64).bfloat16()), "got 3 and 2"),
+    "k": (dict(k=torch.zeros(2, 2, 64)), "k must be .* got .*float32"),
+    "pages": (dict(pages=torch.zeros(5, 2, 7, dtype=torch.uint8)), r"\[5, 2, 7\]"),
+    "strided pages": (dict(pages=torch.zeros(2, 3264, 5, dtype=torch.uint8).permute(2, 0, 1)), "contiguous"),
+    "lengths": (dict(lengths=torch.zeros(2, dtype=torch.int64)), "int64"),
+    "matrix": (dict(k_matrix=torch.zeros(64, 64)), "k_matrix must be .* got .*float32"),
+    "scratch": (dict(scratch=workspace(1, 2, 2, 64, 16, "cpu")), "at least 2 sequences"),
+    "prefer": (dict(prefer="tpu"), "'tpu'"),
+    "table": (dict(block_table=torch.full((2, 3), 99, dtype=torch.int32), check_table=True), "got 99 to 99"),
+    "table size": (dict(lengths=torch.full((2,), 99, dtype=torch.int32), check_table=True), "of a row"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input_is_named(name):
+    problem = Problem(preset("INT2/4 g=32"), 64, [3, 20])
+    changes, message = dict(BAD[name][0]), BAD[name][1]
+    arguments = {**dict(zip(("q", "k", "v", "past", "loop"), problem.operands(0))), "scratch": problem.scratch(1)}
+    of_past = {name: changes.pop(name) for name in list(changes) if hasattr(arguments["past"], name)}
+    arguments |= {"past": dataclasses.replace(arguments["past"], **of_past), **changes}
+    with pytest.raises(ValueError, match=message):
+        decode_attention(**arguments)
+
+
+INTERPRETED = """
+import sys
+sys.path.insert(0, {tests!r})
+import test_kernel_decode as t
+cases = [
+    (t.preset("INT2/4 g=32", 2, rotation="optr_h"), 64, dict(queries_per_head=3)),
+    (t.KVQuantConfig(bits=(0, 2, 4), group_size=16, reference="next"), 96, dict(page_tokens=32, groups=2, group=1)),
+    (t.KVQuantConfig(bits=(1, 8), group_size=16, reference="direct"), 64, dict()),
+]
+for cfg, head_dim, more in cases:
+    problem = t.Problem(cfg, head_dim, [0, 1, 33], heads=1, **more)
+    for loop in (0, cfg.loops - 1):
+        error = t.worst_error(problem.run(loop, 2, prefer="triton"), problem.reference(loop))
+        assert error < 1e-5, (cfg, loop, error)
+"""
+
+
+def test_triton_kernel_in_its_interpreter(root):
+    """In a process of its own: Triton decides at import whether it interprets."""
+    pytest.importorskip("triton")
+    script = INTERPRETED.format(tests=str(root / "tests"))
+    subprocess.run([sys.executable, "-c", script], check=True, env={**os.environ, "TRITON_INTERPRET": "1"})
+
+
+# ------------------------------------------------------------------------------------------------------------ on a GPU
+
+LENGTHS = [0, 1, 15, 16, 17, 1000, 16384]
+GPU_CASES = {
+    f"{name}, D={head_dim}": (head_dim, changes)
+    for head_dim in (64, 96, 128, 256)
+    for name, changes in {
+        "INT2/4 g32": {},
+        "INT2/4 g16": {"group_size": 16},
+        "INT2/4 g64": {"group_size": 64},
+        "INT2 g32": {"bits": (2, 2)},
+        "INT2 g16": {"bits": (2, 2), "group_size": 16},
+        "INT4": {"bits": (4, 4)},
+        "first": {"bits": (4, 2, 2), "reference": "first"},
+        "descending": {"bits": (4, 2)},
+        "unit": {"bits": (2, 4), "coefficient": "unit"},
+        "next": {"bits": (2, 2, 2, 4), "reference": "next"},
+        "previous g16": {"bits": (4, 2, 2), "group_size": 16, "reference": "previous"},
+        "direct": {"bits": (2, 4), "reference": "direct"},
+        "direct g16": {"bits": (2, 4), "group_size": 16, "reference": "direct"},
+    }.items()
+    if head_dim % changes.get("group_size", 32) == 0
+}
+
+
+@pytest.fixture(scope="session")
+def compiled():
+    """Compiles what the GPU tests need, all at once."""
+    architecture = "sm_{}{}".format(*torch.cuda.get_device_capability())
+    layouts = [PageLayout(KVQuantConfig(**changes), head_dim) for head_dim, changes in GPU_CASES.values()]
+    variants = {
+        variant_for(layout, loop, queries)
+        for layout in layouts
+        for loop in range(layout.config.loops)
+        for queries in (1, 2)
+    }
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        list(pool.map(lambda variant: load_variant(variant, architecture), variants))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("queries_per_head", [1, 3, 4])
+@pytest.mark.parametrize("name", GPU_CASES)
+def test_on_gpu(compiled, name, queries_per_head):
+    head_dim, changes = GPU_CASES[name]
+    cfg = KVQuantConfig(**{"rotation": "optr_h", **changes})
+    problem = Problem(cfg, head_dim, LENGTHS, queries_per_head=queries_per_head, device="cuda")
+    for loop in sorted({0, cfg.loops - 1}):
+        reference = problem.reference(loop)
+        for splits in (1, 7):
+            assert worst_error(problem.run(loop, splits, prefer="cuda"), reference) < TOLERANCE, (loop, splits)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("page_tokens", [32, 64])
+def test_large_pages_and_groups_on_gpu(page_tokens):
+    problem = Problem(
+        preset("INT2/4 g=32", rotation="optr_h"), 96, LENGTHS, page_tokens=page_tokens, groups=2, group=1, device="cuda"
+    )
+    for loop in (0, 3):
+        assert worst_error(problem.run(loop, 3, prefer="cuda"), problem.reference(loop)) < TOLERANCE
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("prefer", ["cuda", "triton"])
+def test_graph_replay_is_eager_and_repeats_on_gpu(prefer):
+    problem = Problem(preset("INT2/4 g=32", rotation="optr_h"), 128, [5, 300, 3000], device="cuda")
+    scratch, out = problem.scratch(4), torch.full_like(problem.q, torch.nan)
+
+    def step():
+        for loop in range(4):
+            decode_attention(*problem.operands(loop), scratch, out=out, prefer=prefer)
+
+    step()
+    eager = out.clone()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    for _ in range(3):
+        out.fill_(torch.nan), scratch.partial.fill_(torch.nan), scratch.lse.fill_(torch.nan)
+        graph.replay()
+        assert torch.equal(out, eager)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["INT2/4 g32, D=128", "INT2/4 g16, D=96", "next, D=128", "INT2/4 g32, D=256"])
+def test_triton_on_gpu(name):
+    head_dim, changes = GPU_CASES[name]
+    cfg = KVQuantConfig(**{"rotation": "optr_h", **changes})
+    problem = Problem(cfg, head_dim, LENGTHS, queries_per_head=3, device="cuda")
+    for loop in (0, cfg.loops - 1):
+        assert worst_error(problem.run(loop, 3, prefer="triton"), problem.reference(loop)) < TOLERANCE
+
+
+# ------------------------------------------------------------------------------------------------------- the benchmark
+
+
+def test_benchmark_needs_a_gpu_and_writes_what_it_measured(tmp_path, monkeypatch):
+    monkeypatch.setenv("RESIDUALQUANT_HOME", str(tmp_path))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ResidualQuantError, match="no GPU"):
+        bench.run(quick=True, prefer="cuda", models=["Ouro-1.4B"])
+    values = {field.name: 1.0 for field in dataclasses.fields(bench.Timing)}
+    rows = [
+        bench.Timing(**{**values, "model": model, "operation": operation, "read_bytes": 10**9})
+        for model in bench.MODELS
+        for operation in bench.LOOPS
+    ]
+    assert bench.write_csv(rows).read_text().count("\n") == 1 + len(rows)
+    assert [path.name for path in bench.draw_roofline(rows)] == ["kernels.png", "kernels.pdf"]

@@ -1,0 +1,139 @@
+"""Attention of a step over packed past and BF16 present, against FP32 torch (Triton's interpreter without a GPU)."""
+
+import os
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+triton = pytest.importorskip("triton")
+
+from residualquant.kernels.pack_kv import pack_kv_reference  # noqa: E402
+from residualquant.kernels.prefill_attention import (  # noqa: E402
+    prefill_attention,
+    prefill_attention_cost,
+    prefill_attention_reference,
+)
+from triton.runtime import interpreter  # noqa: E402
+
+from residualquant import KVQuantConfig, preset  # noqa: E402
+from residualquant.layout import PageLayout  # noqa: E402
+from residualquant.pages import allocate_pages  # noqa: E402
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+GARBAGE = 0x7F  # as FP8 metadata: NaN
+
+
+@pytest.fixture(autouse=True)
+def loaded_loop_bounds(monkeypatch):
+    """Let the interpreter take a loaded scalar (to it, an array of one element) as the bound of a loop."""
+    patch = interpreter._patch_lang_tensor
+
+    def patched(tensor, scope):
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    monkeypatch.setattr(interpreter, "_patch_lang_tensor", patched)
+
+
+def problem(layout, heads, repeat, past, new, dtype, seed=0):
+    """Arguments of the attention but the loop: sequences with ``past`` packed and ``new`` present tokens each."""
+    generator = torch.Generator().manual_seed(seed)
+    cfg, head_dim, page = layout.config, layout.head_dim, layout.page_tokens
+
+    def random(*shape):
+        return torch.randn(*shape, generator=generator).to(DEVICE)
+
+    matrices = means = None
+    if cfg.rotation != "none":
+        matrices = torch.linalg.qr(torch.randn(2, heads, head_dim, head_dim, generator=generator))[0]
+        matrices = matrices.half().contiguous().to(DEVICE)
+        means = random(cfg.loops, heads, head_dim) * 0.3 if cfg.rotation == "optr_h" else None
+    turn = (*(matrices if matrices is not None else (None, None)), means)
+    width = -(-max(p + n for p, n in zip(past, new)) // page)
+    table = torch.randperm(len(past) * width, generator=generator).view(len(past), width).int().to(DEVICE)
+    slots = [table[b].long().repeat_interleave(page)[:p] * page + torch.arange(p, device=DEVICE) % page
+             for b, p in enumerate(past)]  # fmt: skip
+    pages = allocate_pages(layout, table.numel(), heads, DEVICE).fill_(GARBAGE)
+    states = (random(cfg.loops, sum(past), heads, head_dim) for _ in range(2))
+    pack_kv_reference(pages, layout, torch.cat(slots), *states, *turn)
+    q, k, v = (random(sum(new), h, head_dim).to(dtype) for h in (heads * repeat, heads, heads))
+    start = torch.tensor([0, *new]).cumsum(0).int().to(DEVICE)
+    lens = torch.tensor([p + n for p, n in zip(past, new)]).int().to(DEVICE)
+    return q, k, v, pages, table, start, lens, turn
+
+
+def check(layout, heads, repeat, past, new, dtype, loops=None, tolerance=1e-3):
+    q, k, v, pages, table, start, lens, turn = problem(layout, heads, repeat, past, new, dtype)
+    for loop in loops or range(layout.config.loops):
+        out = torch.full_like(q, torch.nan)
+        scale = layout.head_dim**-0.5
+        prefill_attention(out, q, k, v, pages, layout, loop, table, start, lens, max(new), scale, *turn)
+        expected = prefill_attention_reference(q, k, v, pages, layout, loop, table, start, lens, scale, *turn)
+        assert torch.linalg.norm(out.float() - expected) < tolerance * torch.linalg.norm(expected)
+
+
+CASES = {  # layout, KV heads, query heads per KV head, past, present
+    "last, key means": (PageLayout(preset("INT2/4 g=32", loops=2, rotation="optr_h"), 64), 1, 1, [17, 0], [3, 2]),
+    "next, chained": (PageLayout(KVQuantConfig(bits=(2, 3, 4), reference="next"), 64), 1, 2, [5], [2]),
+    "direct, g=16": (PageLayout(KVQuantConfig(bits=(1, 8), group_size=16, reference="direct"), 64), 2, 3, [5], [4]),
+    "unit, 0 bits": (PageLayout(KVQuantConfig(bits=(0, 2, 4), coefficient="unit"), 96), 1, 1, [3], [1]),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_attention_is_the_reference(name):
+    check(*CASES[name], dtype=torch.float32)
+
+
+def test_no_past_is_causal_attention():
+    layout = PageLayout(preset("INT2/4 g=32", loops=2, rotation="optr_h"), 64)
+    q, k, v, pages, table, start, lens, turn = problem(layout, 1, 2, [0], [5], torch.float32)
+    out = torch.empty_like(q)
+    prefill_attention(out, q, k, v, pages, layout, 1, table, start, lens, 5, 0.125, *turn)
+    expected = torch.nn.functional.scaled_dot_product_attention(
+        *(x.transpose(0, 1) for x in (q, k.repeat_interleave(2, 1), v.repeat_interleave(2, 1))),
+        is_causal=True,
+        scale=0.125,
+    )
+    assert torch.allclose(out, expected.transpose(0, 1), atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"loop": 2}, "loop must be from 0 to 1, got 2"),
+        ({"k": torch.zeros(2, 3, 64)}, "q and k must have shape"),
+        ({"v": torch.zeros(2, 1, 64, dtype=torch.float64)}, "v must be .* torch.float64"),
+        ({"seq_lens": torch.zeros(1)}, "seq_lens must be .* torch.float32"),
+    ],
+)
+def test_wrong_arguments(change, message):
+    layout = CASES["last, key means"][0]
+    q, k, v, pages, table, start, lens, turn = problem(layout, 1, 1, [3], [2], torch.float32)
+    arguments = {"q": q, "k": k, "v": v, "loop": 0, "seq_lens": lens}
+    arguments |= {name: x.to(DEVICE) if isinstance(x, torch.Tensor) else x for name, x in change.items()}
+    arguments |= dict(zip(("k_matrix", "v_matrix", "k_means"), turn))
+    with pytest.raises(ValueError, match=message):
+        prefill_attention(
+            torch.empty_like(q), pages=pages, layout=layout, block_table=table, query_start=start, max_queries=2,
+            scale=1.0, **arguments,
+        )  # fmt: skip
+
+
+def test_cost():
+    layout = PageLayout(preset("INT2/4 g=32"), 128)
+    moved, operations = prefill_attention_cost(layout, 0, queries=16, past=1000, query_heads=16, heads=16)
+    assert moved == 2 * 1000 * 16 * (72 + 42) + 2 * 16 * 32 * 128 * 2
+    assert operations == 4 * 16 * 128 * (16 * 1000 + 16 * 17 // 2)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("head_dim", [64, 96, 128])
+@pytest.mark.parametrize("reference", ["last", "direct", "previous"])
+def test_attention_on_a_gpu(reference, head_dim, dtype):
+    layout = PageLayout(preset("INT2/4 g=32", reference=reference, rotation="hadamard"), head_dim)
+    new = [70, 1, 130, 33]
+    check(layout, 2, 2, [300, 17, 0, 64], new, dtype, loops=(0, 3), tolerance=4e-3 if dtype == torch.bfloat16 else 1e-3)
