@@ -227,17 +227,25 @@ class DecodeCache:
     Args:
         slots: of the model.
         configs: the configuration of every row.
+        lengths: tokens that every row starts with.
         capacity: most tokens a row may reach.
         storage: flat tensor (FP32) of finite values to live in, at least ``slots.values(rows, capacity)`` long.
     """
 
-    def __init__(self, slots: Slots, configs: Sequence[KVQuantConfig], capacity: int, storage: Tensor):
+    def __init__(
+        self,
+        slots: Slots,
+        configs: Sequence[KVQuantConfig],
+        lengths: Sequence[int],
+        capacity: int,
+        storage: Tensor,
+    ):
         heads, dim = slots.shape.kv_heads, slots.shape.head_dim
         size = (slots.count, 2, len(configs), heads, capacity, dim)
         self.data = storage[: slots.values(len(configs), capacity)].view(size)
         self.configs = list(configs)
-        self.lengths = torch.zeros(len(configs), dtype=torch.long, device=storage.device)
-        self.longest = 0
+        self.lengths = torch.tensor(lengths, dtype=torch.long, device=storage.device)
+        self.longest = max(lengths)
         self._index = torch.arange(len(configs), device=storage.device)
         self._bias = None
         self._late = None
@@ -250,25 +258,28 @@ class DecodeCache:
         """Sequences held."""
         return len(self.configs)
 
-    def fill(self, row: int, raw: Tensor, rebuilt: Tensor) -> None:
-        """Put a prompt into an empty row.
+    def fill(self, row: int, start: int, raw: Tensor, rebuilt: Tensor) -> None:
+        """Put tokens of a prompt into its row, the first of them at column ``start``.
 
         Args:
             raw: [T, slots, 2, H, D] BF16 values in the row's rotated space, for the BF16 windows.
             rebuilt: the same tokens as the packed cache decodes them, rotated space.
         """
-        cfg, length = self.configs[row], rebuilt.shape[0]
         raw, rebuilt = (x.permute(1, 2, 3, 0, 4) for x in (raw, rebuilt))
-        target = self.data[:, :, row, :, :length]
-        target.copy_(rebuilt)
-        sink, recent = min(cfg.sink_tokens, length), min(cfg.recent_tokens, length)
-        target[..., :sink, :] = raw[..., :sink, :]
-        if recent:
-            target[..., length - recent :, :] = raw[..., length - recent :, :]
-            slots = torch.arange(length - recent, length, device=raw.device) % cfg.recent_tokens
-            self._late[:, :, row].index_copy_(3, slots, rebuilt[..., length - recent :, :].to(self._late.dtype))
-        self.lengths[row] = length
-        self.longest = max(self.longest, length)
+        self.data[:, :, row, :, start : start + rebuilt.shape[3]] = rebuilt
+        if self.configs[row].has_windows:
+            self._fill_windows(row, start, raw, rebuilt)
+
+    def _fill_windows(self, row: int, start: int, raw: Tensor, rebuilt: Tensor) -> None:
+        """What :meth:`fill` does where a row keeps BF16 values; raw, rebuilt: [slots, 2, H, T, D]."""
+        cfg, length, stop = self.configs[row], int(self.lengths[row]), start + raw.shape[3]
+        late = max(length - cfg.recent_tokens, start)
+        for first, last in ((start, min(cfg.sink_tokens, stop)), (late, stop)):
+            if first < last:
+                self.data[:, :, row, :, first:last] = raw[..., first - start : last - start, :]
+        if cfg.recent_tokens and late < stop:
+            slots = torch.arange(late, stop, device=raw.device) % cfg.recent_tokens
+            self._late[:, :, row, :, slots] = rebuilt[..., late - start :, :].to(self._late.dtype)
 
     def begin_step(self) -> None:
         """Prepare the mask [rows, 1, 1, S] of the next token: all columns up to ``lengths[i]``, its own."""

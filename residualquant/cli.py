@@ -153,7 +153,7 @@ def _accuracy_row(model, config, cell, bf16) -> dict:
         "accuracy %": f"{100 * right / n:.1f}",
         "95 % CI": f"{100 * low:.1f} - {100 * high:.1f}",
     }
-    if edge is None:
+    if not model.edge_layers:
         del row["with edge layers"]
     if bf16 is not None:
         row["p against BF16"] = "" if cell is bf16 else f"{mcnemar_exact(Pair.of(cell.correct, bf16.correct)):.3g}"
@@ -275,7 +275,7 @@ def calibrate(
 ) -> None:
     """Fit the rotations of one KV configuration on training problems; an interrupted run goes on.
 
-    The problems are those of all tasks of the family (maths or code), so the rotations serve all of them.
+    The problems are those of all tasks that the model serves (maths or code; all four for Huginn).
 
     Example: residualquant calibrate --config "INT2/4 g=32" --rotation optr_h --task words
 

@@ -25,7 +25,7 @@ from residualquant.cache import LayerRotations, RotationMap, loop_groups
 from residualquant.config import KVQuantConfig, preset
 from residualquant.models.base import LoopedModel
 
-ROTATED_TOKENS = 4096  # prompt tokens whose K and V are rotated at a time
+BLOCK_VALUES = {"cpu": 2**20, "cuda": 2**28}  # K and V of prompts that are rotated and coded at a time
 MAX_ROWS = {"cpu": 544, "cuda": 4096}
 LANE_ROWS = {"cpu": 68, "cuda": 1024}
 CPU_MEMORY = 4 * 2**30
@@ -221,6 +221,8 @@ class _Decoder:
         self.dtype = compute_dtype(model.dtype)
         self.rotations = self._stack(rotations)
         self.spaces = self._share_spaces()
+        every = zip(configs, [slice(None)] * len(configs), self.rotations)
+        self.alone = [codings(self.slots, [one], self.device) for one in every]
         self.sanitised = [0] * len(configs)
         self._buffers: dict[str, Tensor] = {}
 
@@ -337,29 +339,39 @@ class _Decoder:
         if storage is None:
             size = self.slots.values(len(prompts) * width, capacity)
             storage = torch.zeros(size, dtype=self.dtype, device=self.device)
-        cache = DecodeCache(self.slots, self.configs * len(prompts), capacity, storage)
+        lengths = [len(prompt) for prompt in prompts for _ in range(width)]
+        cache = DecodeCache(self.slots, self.configs * len(prompts), lengths, capacity, storage)
         kv, first, unusable = self._prefill(prompts)
-        rebuilt = self._buffer("rebuilt prompts", *kv.shape)
-        for rotation, columns in self.spaces:
-            rotated = self._rotate_prompts(kv, rotation)
-            for column in columns:
-                rebuilt.copy_(rotated)
-                for coding in codings(self.slots, [(self.configs[column], slice(None), rotation)], self.device):
-                    coding.apply(rebuilt.flatten(0, 1))
-                for place, prompt in enumerate(prompts):
-                    own = (place, slice(kv.shape[1] - len(prompt), None))
-                    cache.fill(place * width + column, rotated[own], rebuilt[own])
+        self._code_prompts(cache, kv, prompts)
         sequences = [(column, index) for index in indices for column in range(width)]
         return _Lane(cache, storage, first.repeat_interleave(width), sequences, unusable.repeat_interleave(width))
 
-    def _rotate_prompts(self, kv: Tensor, rotation: tuple[RotationStack, int] | None) -> Tensor:
+    def _code_prompts(self, cache: DecodeCache, kv: Tensor, prompts: list[list[int]]) -> None:
+        """Fill the rows of ``cache`` with ``kv`` [B, T, slots, 2, H, D] as every configuration codes it, in blocks."""
+        (count, longest), width = kv.shape[:2], len(self.configs)
+        padding = [longest - len(prompt) for prompt in prompts]
+        size = max(1, BLOCK_VALUES.get(self.device.type, BLOCK_VALUES["cuda"]) // kv[:, 0].numel())
+        for start in range(0, longest, size):
+            block = kv[:, start : start + size].contiguous()
+            for rotation, columns in self.spaces:
+                raw = self._rotate(block, rotation)
+                for column in columns:
+                    rebuilt = raw.clone()
+                    for coding in self.alone[column]:
+                        coding.apply(rebuilt.flatten(0, 1))
+                    for place in range(count):
+                        own = slice(max(0, padding[place] - start), None)
+                        at = max(0, start - padding[place])
+                        cache.fill(place * width + column, at, raw[place, own], rebuilt[place, own])
+
+    def _rotate(self, kv: Tensor, rotation: tuple[RotationStack, int] | None) -> Tensor:
         """``kv`` [B, T, slots, 2, H, D] in the space of ``rotation``."""
         if rotation is None:
             return kv
-        rotated = self._buffer("rotated prompts", *kv.shape).copy_(kv)
-        for tokens in rotated.flatten(0, 1)[:, : self.slots.looped].split(ROTATED_TOKENS):
-            tokens.copy_(rotation[0].rotate(tokens[None], rotation[1])[0])
-        return rotated
+        stack, place = rotation
+        looped, edge = kv.flatten(0, 1).split((self.slots.looped, self.slots.edge_layers), 1)
+        rotated = stack.rotate(looped[None], place)[0].to(kv.dtype)
+        return torch.cat((rotated, edge), 1).view(kv.shape)
 
     def _prefill(self, prompts: list[list[int]]) -> tuple[Tensor, Tensor, Tensor]:
         """K and V of left-padded prompts, the next tokens, and how many values of each prompt had to be replaced.

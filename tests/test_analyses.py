@@ -72,7 +72,7 @@ def test_what_is_missing_or_damaged_is_one_sentence(tmp_path, monkeypatch):
     with pytest.raises(ResidualQuantError, match=r"figure3_problems.csv is missing: `make reproduce PROFILE=tiny`"):
         tables.table("figure3_right", TINY)
     paths.write_atomic(paths.data_dir("tiny") / "figure3_problems.csv", "a,b\n1,2\n")
-    with pytest.raises(ResidualQuantError, match="figure3_problems.csv is damaged"):
+    with pytest.raises(ResidualQuantError, match=r"figure3_problems\.csv is damaged"):
         tables.table("figure3_middle", TINY)
 
 

@@ -10,7 +10,7 @@ from residualquant.attention import PackedAttention
 from residualquant.batch import Coding, DecodeCache, RotationStack, Slots, codings, turn
 from residualquant.cache import LayerRotations, PackedCache
 from residualquant.config import KVQuantConfig, preset
-from residualquant.engine import _Decoder
+from residualquant.engine import BLOCK_VALUES, _Decoder
 from residualquant.models.base import EDGE, KVShape
 from residualquant.rotation import Rotation
 
@@ -121,6 +121,12 @@ def test_the_dequantised_copy_equals_the_packed_cache_bit_for_bit(edge_layers):
     decode_and_compare(model, CONFIGS, drop=gone)
 
 
+@pytest.mark.parametrize("values", [1, 9000])
+def test_prompts_may_be_coded_in_blocks(monkeypatch, values):
+    monkeypatch.setitem(BLOCK_VALUES, "cpu", values)
+    decode_and_compare(ScriptedModel(), [CONFIGS[i] for i in (2, 8, 11, 12)], steps=1)
+
+
 @pytest.mark.parametrize("loops", [4, 8, 16])
 def test_thirty_two_loops_in_groups(loops):
     model = ScriptedModel(KVShape(32, 1, 2, 96), 2, 4)
@@ -229,8 +235,8 @@ def engine_attention(model, decoder, lane):
 
 def test_rows_that_are_let_go_leave_the_others_as_they_were():
     slots = Slots(KVShape(2, 1, 1, 16), 1)
-    cache = DecodeCache(slots, CONFIGS[:8], 4, torch.randn(slots.values(8, 4)))
-    cache.longest, before = 4, cache.data.clone()
+    cache = DecodeCache(slots, CONFIGS[:8], [4] * 8, 4, torch.randn(slots.values(8, 4)))
+    before = cache.data.clone()
     order = cache.keep([1, 4, 6, 7])
     assert sorted(order) == [1, 4, 6, 7] and order[1] == 1
     assert cache.configs == [CONFIGS[row] for row in order]

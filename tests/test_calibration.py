@@ -20,7 +20,14 @@ from residualquant.config import preset
 from residualquant.engine import iter_decode
 from residualquant.errors import ResidualQuantError
 from residualquant.evals.tasks import EOS_ID, MODELS, TASKS, is_test_prompt, problems
-from residualquant.evals.texts import calibration_texts, family_texts, problem_ids, training_texts, unseen_texts
+from residualquant.evals.texts import (
+    calibration_tasks,
+    calibration_texts,
+    problem_ids,
+    shared_texts,
+    training_texts,
+    unseen_texts,
+)
 from residualquant.models import Huginn, HuginnConfig, Ouro, OuroConfig, load_model
 from residualquant.repro.traces import problem_tokens
 from residualquant.rotation import calibration
@@ -428,9 +435,11 @@ def test_calibration_texts_are_a_familys_training_problems_and_disjoint():
     third = unseen_texts(model, "words", 5, 3, 5)
     assert len(third) == 5 and not any(text in both for text in third)
     words = training_texts(model, "words", 3, 4)
-    assert third == family_texts(model, "words", 5, 8) and third[::2] == words
-    assert family_texts(model, "words", 4, 9) == family_texts(model, "words", 8, 8)[1:5]
+    assert third == shared_texts(model, "words", 5, 8) and third[::2] == words
+    assert shared_texts(model, "words", 4, 9) == shared_texts(model, "words", 8, 8)[1:5]
     assert not any(is_test_prompt(p.prompt) for t in ("words", "algebra") for p in problems(t, 8, "train"))
+    huginn = SimpleNamespace(name="m", family="huginn", tokenizer=TextTokenizer())
+    assert calibration_tasks(model, "asserts") == ("stubs", "asserts") and calibration_tasks(huginn, "words") == TASKS
     for sizes in ((0, 1), (1, 0)):
         with pytest.raises(ValueError, match=f"got {sizes[0]} and {sizes[1]}"):
             calibration_texts(model, "words", *sizes)

@@ -13,10 +13,10 @@ triton = pytest.importorskip("triton")
 import triton.language as tl  # noqa: E402
 from hypothesis import given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
-from residualquant.kernels import pack_kv as writer  # noqa: E402
-from residualquant.kernels.pack_kv import pack_kv, pack_kv_cost, pack_kv_reference  # noqa: E402
 
 from residualquant import KVQuantConfig, preset  # noqa: E402
+from residualquant.kernels import pack_kv as writer  # noqa: E402
+from residualquant.kernels.pack_kv import pack_kv, pack_kv_cost, pack_kv_reference  # noqa: E402
 from residualquant.layout import PageLayout, stored_bytes  # noqa: E402
 from residualquant.pages import allocate_pages, read_pages  # noqa: E402
 

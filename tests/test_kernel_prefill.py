@@ -9,15 +9,15 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 triton = pytest.importorskip("triton")
 
+from triton.runtime import interpreter  # noqa: E402
+
+from residualquant import KVQuantConfig, preset  # noqa: E402
 from residualquant.kernels.pack_kv import pack_kv_reference  # noqa: E402
 from residualquant.kernels.prefill_attention import (  # noqa: E402
     prefill_attention,
     prefill_attention_cost,
     prefill_attention_reference,
 )
-from triton.runtime import interpreter  # noqa: E402
-
-from residualquant import KVQuantConfig, preset  # noqa: E402
 from residualquant.layout import PageLayout  # noqa: E402
 from residualquant.pages import allocate_pages  # noqa: E402
 

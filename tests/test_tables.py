@@ -199,7 +199,7 @@ def test_the_papers_own_model_is_judged_by_value():
 
 def test_summaries_have_the_papers_layout(home):
     shapes = {"table2": (17, 10), "figure1_left": (6, 3), "table3": (9, 5), "table4": (5, 5), "table5": (8, 5),
-              "table8": (7, 4), "table9": (18, 10)}  # fmt: skip
+              "table8": (7, 4), "table9": (17, 10)}  # fmt: skip
     for label in LABELS:
         summary = layouts.summary(label, tables.table(label, TINY))
         assert summary.shape == shapes[label], label
@@ -230,7 +230,7 @@ def test_a_damaged_record_line_stops_a_table(home, tmp_path, monkeypatch):
 
 def test_profiles_hold_what_the_paper_compares():
     assert profile_of("mini").describe().startswith("Ouro: words 200, algebra 200, stubs 100, asserts 100; Huginn:")
-    assert min(n for cells in profile_of("full").plan.values() for n in cells.values()) >= 400
+    assert min(n for cells in profile_of("full").plan.values() for n in cells.values()) >= 200
     assert profile_of("full").device == "cuda"
     with pytest.raises(ValueError, match="unknown profile 'mni'; known: smoke, mini, full, paper"):
         profile_of("mni")

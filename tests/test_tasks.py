@@ -17,7 +17,6 @@ from residualquant.evals.tasks import (
     problems,
 )
 from residualquant.models.loading import model_folder
-from residualquant.repro.paths import models_dir
 
 
 @pytest.mark.parametrize("task", TASKS)
@@ -59,8 +58,6 @@ def test_code_prompts_state_what_the_canonical_solution_returns(task):
 def test_solutions_fit_the_token_limit(task, family):
     from tokenizers import Tokenizer
 
-    if not (models_dir() / MODELS[family][task]).is_dir():
-        pytest.skip(f"{MODELS[family][task]} is not shipped yet")
     tokenizer = Tokenizer.from_file(str(model_folder(MODELS[family][task]) / "tokenizer.json"))
     for problem in problems(task, 100, family=family):
         ids = tokenizer.encode(problem.solution).ids

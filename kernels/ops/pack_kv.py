@@ -27,11 +27,11 @@ import math
 import torch
 import triton
 import triton.language as tl
-from residualquant.kernels.tuning import tuned
 from torch import Tensor
 
 from residualquant.affine import CLIP
 from residualquant.config import KVQuantConfig
+from residualquant.kernels.tuning import tuned
 from residualquant.layout import PageLayout, check_head_dim, loops_read, stored_bytes
 from residualquant.pages import write_pages
 from residualquant.residual import encode

@@ -22,6 +22,8 @@ from dataclasses import replace
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
+
 from residualquant.kernels.pack_kv import (
     check_layout,
     check_tensors,
@@ -31,8 +33,6 @@ from residualquant.kernels.pack_kv import (
     word_offsets,
 )
 from residualquant.kernels.tuning import tuned
-from torch import Tensor
-
 from residualquant.layout import PageLayout, loop_bytes, loops_read
 from residualquant.pages import read_pages
 from residualquant.residual import decode

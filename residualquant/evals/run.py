@@ -105,8 +105,11 @@ def evaluate(
     """
     from residualquant.engine import check_request
 
+    if n < 1:
+        raise ValueError(f"n must be at least 1, got {n}")
+    _check_model(model)
     rotations = dict(rotations or {})
-    _check(model, configs, rotations, n)
+    _check_configs(model, configs, rotations)
     chosen = problems(task, n, family=model.family)
     limit = frozen(task, model.family).max_new_tokens if max_new_tokens is None else max_new_tokens
     prompts = {p.problem_id: model.tokenizer.encode(p.prompt).ids for p in chosen}
@@ -118,35 +121,27 @@ def evaluate(
             for i, c in enumerate(configs)
         ]
         cells = [writer.start(identity, made) for identity in identities]
-        _report(writer, cells, n * len(configs) if progress else 0)
+        _say_what_is_there(writer, cells, progress)
         options = {"max_new_tokens": limit, "eos_ids": model.stop_ids, "max_rows": max_rows, "progress": progress}
-        by_id = {p.problem_id: p for p in chosen}
         decoded = _decode_missing(model, chosen, prompts, configs, rotations, cells, writer, options)
-        for count, _ in enumerate(decoded, 1):
-            if score and count % SCORE_EVERY == 0:
-                _score(task, by_id, cells, writer)
-        if score:
-            _score(task, by_id, cells, writer)
+        _take(decoded, score, task, {p.problem_id: p for p in chosen}, cells, writer)
         writer.finish(_superseded(writer, cells))
     return cells
 
 
-def _report(writer: Writer, cells: Sequence[Cell], total: int) -> None:
-    """Say what was damaged, and how many of ``total`` answers are there already."""
+def _say_what_is_there(writer: Writer, cells: Sequence[Cell], progress: bool) -> None:
     for sentence in writer.records.damage:
         print(f"warning: {sentence}; it is computed again", file=sys.stderr)
-    if (done := sum(len(cell.answers) for cell in cells)) < total:
-        print(f"{done} of {total} answers are in {show(writer.path)}", file=sys.stderr)
+    done, total = sum(len(cell.answers) for cell in cells), sum(cell.identity["n"] for cell in cells)
+    if progress and done < total:
+        print(f"{cells[0].identity['task']}: {done} of {total} answers are in {show(writer.path)}", file=sys.stderr)
 
 
-def _check(model: LoopedModel, configs: Sequence[KVQuantConfig], rotations: Mapping[int, RotationMap], n: int) -> None:
-    if n < 1:
-        raise ValueError(f"n must be at least 1, got {n}")
+def _check_model(model: LoopedModel) -> None:
     if model.tokenizer is None:
         raise ResidualQuantError(f"the model {model.name} has no tokenizer.json beside its weights")
     if not model.stop_ids:
         raise ResidualQuantError(f"the tokenizer of {model.name} has no stop token, so no answer would end")
-    _check_configs(model, configs, rotations)
 
 
 def _check_configs(model: LoopedModel, configs: Sequence[KVQuantConfig], rotations: Mapping[int, RotationMap]) -> None:
@@ -212,6 +207,15 @@ def _decode_missing(
         answer = Answer(problem.problem_id, index, text, len(done.tokens), done.finished)
         writer.add(cell, answer)
         yield answer
+
+
+def _take(decoded: Iterator[Answer], score: bool, task: str, by_id: Mapping[str, Problem], cells, writer) -> None:
+    """Wait for all answers, scoring them on the way if wanted."""
+    for count, _ in enumerate(decoded, 1):
+        if score and count % SCORE_EVERY == 0:
+            _score(task, by_id, cells, writer)
+    if score:
+        _score(task, by_id, cells, writer)
 
 
 def score_records(records: str | Path) -> int:

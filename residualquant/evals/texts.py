@@ -6,24 +6,23 @@ import random
 from typing import TYPE_CHECKING
 
 from residualquant.errors import ResidualQuantError
-from residualquant.evals.tasks import TASKS, Problem, problems
+from residualquant.evals.tasks import MODELS, Problem, frozen, problems
 
 if TYPE_CHECKING:
     from residualquant.models.base import LoopedModel
 
-FAMILIES = (("words", "algebra"), ("stubs", "asserts"))  # maths, code: one calibration for all tasks of a family
 
+def calibration_tasks(model: LoopedModel, task: str) -> tuple[str, ...]:
+    """The tasks that share a calibration with ``task`` (App. G): those that one shipped model of the family serves.
 
-def family_of(task: str) -> tuple[str, ...]:
-    """The tasks that share a calibration with ``task`` (App. G): one set of rotations for maths, one for code.
+    So maths and code for models like Ouro, all four tasks for models like Huginn.
 
     Raises:
         ValueError: an unknown task.
     """
-    for family in FAMILIES:
-        if task in family:
-            return family
-    raise ValueError(f"unknown task {task!r}; known: {', '.join(TASKS)}")
+    frozen(task, model.family)
+    served_by = MODELS[model.family]
+    return tuple(name for name in served_by if served_by[name] == served_by[task])
 
 
 def problem_ids(tokenizer, problem: Problem) -> tuple[list[int], list[int]]:
@@ -56,25 +55,27 @@ def training_texts(model: LoopedModel, task: str, n: int, start: int = 0, split:
     return [prompt + solution for prompt, solution in (problem_ids(tokenizer, problem) for problem in chosen)]
 
 
-def family_texts(model: LoopedModel, task: str, n: int, start: int = 0) -> list[list[int]]:
-    """Training texts ``start`` … ``start + n - 1`` of the family of ``task``, whose tasks take turns.
+def shared_texts(model: LoopedModel, task: str, n: int, start: int = 0) -> list[list[int]]:
+    """Training texts ``start`` … ``start + n - 1`` of the :func:`calibration_tasks` of ``task``, which take turns.
 
     Raises:
         ValueError: an unknown task, or a negative number.
         ResidualQuantError: the model has no tokenizer.
     """
-    family = family_of(task)
-    first, last = start // len(family), -(-(start + n) // len(family))
-    parts = [training_texts(model, name, last - first, first) for name in family]
+    tasks = calibration_tasks(model, task)
+    first, last = start // len(tasks), -(-(start + n) // len(tasks))
+    parts = [training_texts(model, name, last - first, first) for name in tasks]
     texts = [text for turn in zip(*parts) for text in turn]
-    return texts[start - first * len(family) :][:n]
+    return texts[start - first * len(tasks) :][:n]
 
 
 def calibration_texts(
     model: LoopedModel, task: str, fit: int, holdout: int, seed: int = 0
 ) -> tuple[list[list[int]], list[list[int]]]:
-    """``fit`` texts to fit with and ``holdout`` others to choose with (App. G): the family's first training texts,
-    shuffled. Those from ``fit + holdout`` on (:func:`unseen_texts`) are seen by neither, test problems by nobody.
+    """``fit`` texts to fit with and ``holdout`` others to choose with (App. G): the first :func:`shared_texts`,
+    shuffled.
+
+    Those from ``fit + holdout`` on (:func:`unseen_texts`) are seen by neither, test problems by nobody.
 
     Raises:
         ValueError: a number below 1, or an unknown task.
@@ -82,11 +83,11 @@ def calibration_texts(
     """
     if fit < 1 or holdout < 1:
         raise ValueError(f"at least 1 text to fit and 1 to choose with are needed, got {fit} and {holdout}")
-    texts = family_texts(model, task, fit + holdout)
+    texts = shared_texts(model, task, fit + holdout)
     random.Random(seed).shuffle(texts)
     return texts[:fit], texts[fit:]
 
 
 def unseen_texts(model: LoopedModel, task: str, fit: int, holdout: int, n: int) -> list[list[int]]:
     """The ``n`` training texts after those of :func:`calibration_texts`: a third split, to measure on."""
-    return family_texts(model, task, n, start=fit + holdout)
+    return shared_texts(model, task, n, start=fit + holdout)

@@ -106,13 +106,13 @@ def calibrated_many(
 ) -> list[RotationMap]:
     """The rotations of every configuration: those kept under ``folder``, and the others calibrated and kept there.
 
-    All tasks of a family (maths, code) share one set of training problems, so they share their rotations too. Every
+    Tasks that share a set of training problems (``evals.texts.calibration_tasks``) share their rotations too. Every
     artefact has a folder of its own, whose name tells model, configuration, texts and sizes apart.
 
     Args:
         model: a looped model.
         configs: how K and V will be coded; the rotation of each is "oscar" or "optr_h".
-        task: any task of the family whose training problems, with their solutions, to use.
+        task: any of the tasks whose training problems, with their solutions, to use.
         sizes: how many of them, and how long to fit.
         folder: where the artefacts are kept; ``data/runs/rotations`` when None.
         progress: show a bar, and one line per configuration with its losses before (Hadamard) and after.
@@ -139,11 +139,12 @@ def artefact_folder(
 
 def _calibration_of(model: LoopedModel, task: str, sizes: CalibrationSizes) -> dict[str, Any]:
     """What :func:`calibrate` is given for a task and sizes."""
-    from residualquant.evals.texts import calibration_texts, family_of
+    from residualquant.evals.texts import calibration_tasks, calibration_texts
 
     fit_texts, held_out = calibration_texts(model, task, sizes.fit, sizes.holdout, sizes.seed)
     settings = OptRHSettings(steps=sizes.steps, seed=sizes.seed)
-    return {"fit_texts": fit_texts, "held_out": held_out, "task": "+".join(family_of(task)), "settings": settings}
+    tasks = "+".join(calibration_tasks(model, task))
+    return {"fit_texts": fit_texts, "held_out": held_out, "task": tasks, "settings": settings}
 
 
 def _folder(model: LoopedModel, cfg: KVQuantConfig, given: Mapping[str, Any], folder: str | Path | None) -> Path:

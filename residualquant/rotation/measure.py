@@ -33,7 +33,7 @@ def rotation_errors(
 
     Args:
         model: a looped model.
-        task: any task of the family whose training problems to use.
+        task: any of the tasks whose training problems to use.
         configs: how K and V are coded; such as one per rotation.
         rotations: of the configurations (by index) whose rotation is calibrated.
         sizes: of the calibration: the split starts after its problems.
@@ -49,11 +49,11 @@ def rotation_errors(
     """
     import pandas as pd
 
-    from residualquant.evals.texts import family_of, unseen_texts
+    from residualquant.evals.texts import calibration_tasks, unseen_texts
 
     texts = unseen_texts(model, task, sizes.fit, sizes.holdout, n)
-    first = sizes.fit + sizes.holdout
-    about = {"n": n, "split": f"training problems {first} to {first + n - 1} of {'+'.join(family_of(task))}"}
+    first, tasks = sizes.fit + sizes.holdout, "+".join(calibration_tasks(model, task))
+    about = {"n": n, "split": f"training problems {first} to {first + n - 1} of {tasks}"}
     rows = []
     for index, errors in enumerate(attention_errors(model, configs, texts, rotations)):
         cfg = configs[index]

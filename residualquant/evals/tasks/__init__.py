@@ -2,8 +2,8 @@
 
 Each problem is a pure function of (task, level, seed). The level at which a family of models is evaluated was chosen on
 the scores of the BF16 cache and of direct INT2 (g = 32, no rotation) alone (``data/levels.csv``), then frozen here
-together with ``TASKS_VERSION``. Levels 1 to 8 are what the shipped models were trained on (Mini-Huginn: 1 to 6); 9 and 10
-lie between and just beyond them.
+together with ``TASKS_VERSION``. Levels 1 to 8 are what the shipped models were trained on (Mini-Huginn: 1 to 6); 9 and
+10 lie between and just beyond them.
 """
 
 from __future__ import annotations
