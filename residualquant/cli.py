@@ -356,6 +356,46 @@ def trace(
     print(f"{loaded.name}, {source}: {out.stat().st_size / 2**20:.1f} MiB in {show(out)}")
 
 
+def serve(
+    model: Annotated[str, tyro.conf.Positional],
+    config: str = "INT2/4 g=32",
+    kv: Annotated[KVOptions, tyro.conf.arg(name="")] = KVOptions(rotation="hadamard"),
+    rotations: Path | None = None,
+    only_print: bool = False,
+) -> None:
+    """Serve a looped model with vLLM from a compressed cache: prints the vllm command and runs it.
+
+    What follows ``--`` is handed to vLLM. Example: residualquant serve ByteDance/Ouro-1.4B -- --port 8001
+
+    Args:
+        model: A shipped model's name, a folder or a hub id.
+        config: The paper's label; BF16 serves from plain pages.
+        kv: Changes applied to the label.
+        rotations: Folder that `calibrate` wrote, for --rotation oscar and optr_h.
+        only_print: Print the command, run nothing.
+    """
+
+
+def _serve_command(extra: Sequence[str]) -> Callable[..., None]:
+    """``serve`` with the options after ``--``, which are vLLM's."""
+    import shlex
+    from functools import wraps
+
+    @wraps(serve)
+    def command(model, config, kv, rotations, only_print):
+        from residualquant.vllm.serve import ENVIRONMENT, check_installed, serve_command
+
+        settings = {"preset": config, **vars(kv), "rotations": rotations and str(rotations)}
+        line = serve_command(model, {k: v for k, v in settings.items() if v is not None}, extra)
+        print(shlex.join([*(f"{k}={v}" for k, v in ENVIRONMENT.items()), *line]), flush=True)
+        if not only_print:
+            check_installed()
+            program = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model"]
+            os.execve(program[0], program + line[2:], os.environ | ENVIRONMENT)
+
+    return command
+
+
 def reproduce(profile: Profile = "mini", fresh: bool = False) -> None:
     """Compute every table and figure anew; an interrupted run goes on, a finished one is up to date.
 
@@ -484,6 +524,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "calibrate": calibrate,
     "trace": trace,
     "eval": evaluate,
+    "serve": serve,
     "inspect": inspect,
     "reproduce": reproduce,
     "cells": cells,
@@ -499,6 +540,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Run one subcommand. Exits with 2 and one sentence for an error the user can act on, 130 when interrupted."""
     argv = sys.argv[1:] if argv is None else list(argv)
     commands = COMMANDS | ({"train": _train_command()} if argv[:1] == ["train"] else {})
+    if argv[:1] == ["serve"]:
+        own = argv.index("--") if "--" in argv else len(argv)
+        commands, argv = commands | {"serve": _serve_command(argv[own + 1 :])}, argv[:own]
     try:
         tyro.extras.subcommand_cli_from_dict(
             commands, args=argv or ["--help"], prog="residualquant", config=(tyro.conf.OmitArgPrefixes,),

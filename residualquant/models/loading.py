@@ -70,16 +70,22 @@ def _read_weights(folder: Path) -> tuple[dict[str, torch.Tensor], str]:
     if not files:
         raise ResidualQuantError(f"{folder.name} holds no .safetensors file")
     weights: dict[str, torch.Tensor] = {}
-    digest = hashlib.sha256()
     for file in files:
         try:
             weights |= load_file(file)
         except (SafetensorError, OSError, ValueError) as error:
             what = f"{file.name} in {folder.name} is truncated or not safetensors"
             raise ResidualQuantError(f"{what}: {error}") from error
+    return weights, weights_hash(folder)
+
+
+def weights_hash(folder: Path) -> str:
+    """sha256 over the sha256 of every .safetensors file of a checkpoint, in the order of their names."""
+    digest = hashlib.sha256()
+    for file in sorted(folder.glob("*.safetensors")):
         with file.open("rb") as handle:
             digest.update(hashlib.file_digest(handle, "sha256").digest())
-    return weights, digest.hexdigest()
+    return digest.hexdigest()
 
 
 def _read_config(folder: Path) -> OuroConfig | HuginnConfig:

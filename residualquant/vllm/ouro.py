@@ -1,0 +1,200 @@
+"""Ouro (the paper's Sec. 2.2) over vLLM's layers: the same N layers run L times, with one attention layer each.
+
+The final norm follows every loop and its output feeds the next. All loops always run, so the exit gate is not loaded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+from vllm.compilation.decorators import support_torch_compile
+from vllm.config import VllmConfig
+from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
+from vllm.model_executor.layers.activation import SiluAndMul
+from vllm.model_executor.layers.layernorm import RMSNorm
+from vllm.model_executor.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
+from vllm.model_executor.layers.logits_processor import LogitsProcessor
+from vllm.model_executor.layers.rotary_embedding import get_rope
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+from vllm.model_executor.models.utils import AutoWeightsLoader, WeightsMapper, maybe_prefix
+from vllm.sequence import IntermediateTensors
+
+from residualquant.layout import PageLayout
+from residualquant.vllm.attention import LoopedAttention
+from residualquant.vllm.paged import PackedPages, PagedKV, RawPages
+from residualquant.vllm.settings import kv_shape, layer_rotations, settings_of
+from residualquant.vllm.startup import check_paged
+
+
+class OuroAttention(nn.Module):
+    """Projections and rotary embedding of one layer, shared by its loops, around its looped attention."""
+
+    def __init__(self, config, paged: PagedKV, quant_config, prefix: str):
+        super().__init__()
+        size, dim = get_tensor_model_parallel_world_size(), config.head_dim
+        heads, kv_heads = config.num_attention_heads // size, config.num_key_value_heads // size
+        self.widths = [heads * dim, kv_heads * dim, kv_heads * dim]
+        self.qkv_proj = QKVParallelLinear(
+            config.hidden_size, dim, config.num_attention_heads, config.num_key_value_heads,
+            bias=False, quant_config=quant_config, prefix=f"{prefix}.qkv_proj",
+        )  # fmt: skip
+        self.o_proj = RowParallelLinear(
+            config.num_attention_heads * dim, config.hidden_size,
+            bias=False, quant_config=quant_config, prefix=f"{prefix}.o_proj",
+        )  # fmt: skip
+        self.rotary_emb = get_rope(
+            dim, max_position=config.max_position_embeddings, rope_parameters=config.rope_parameters
+        )
+        self.attn = LoopedAttention(paged, config.total_ut_steps, heads, kv_heads, dim, f"{prefix}.attn")
+
+    def forward(self, loop: int, positions: Tensor, h: Tensor) -> Tensor:
+        qkv, _ = self.qkv_proj(h)
+        q, k, v = qkv.split(self.widths, dim=-1)
+        q, k = self.rotary_emb(positions, q, k)
+        out, _ = self.o_proj(self.attn(loop, q, k, v))
+        return out
+
+
+class OuroMLP(nn.Module):
+    """SwiGLU."""
+
+    def __init__(self, config, quant_config, prefix: str):
+        super().__init__()
+        self.gate_up_proj = MergedColumnParallelLinear(
+            config.hidden_size, [config.intermediate_size] * 2,
+            bias=False, quant_config=quant_config, prefix=f"{prefix}.gate_up_proj",
+        )  # fmt: skip
+        self.down_proj = RowParallelLinear(
+            config.intermediate_size, config.hidden_size,
+            bias=False, quant_config=quant_config, prefix=f"{prefix}.down_proj",
+        )  # fmt: skip
+        self.activation = SiluAndMul()
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate_up, _ = self.gate_up_proj(x)
+        out, _ = self.down_proj(self.activation(gate_up))
+        return out
+
+
+class OuroLayer(nn.Module):
+    """One layer with norms before and after each sub-block; the norms before it also add the residual stream."""
+
+    def __init__(self, config, paged: PagedKV, quant_config, prefix: str):
+        super().__init__()
+        self.self_attn = OuroAttention(config, paged, quant_config, f"{prefix}.self_attn")
+        self.mlp = OuroMLP(config, quant_config, f"{prefix}.mlp")
+        for name in (
+            "input_layernorm", "input_layernorm_2", "post_attention_layernorm", "post_attention_layernorm_2"
+        ):  # fmt: skip
+            setattr(self, name, RMSNorm(config.hidden_size, eps=config.rms_norm_eps))
+
+    def forward(self, loop: int, positions: Tensor, h: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        h, residual = self.input_layernorm(h, residual)
+        h = self.input_layernorm_2(self.self_attn(loop, positions, h))
+        h, residual = self.post_attention_layernorm(h, residual)
+        return self.post_attention_layernorm_2(self.mlp(h)), residual
+
+
+@support_torch_compile(
+    dynamic_arg_dims={"input_ids": 0, "positions": -1, "intermediate_tensors": 0, "inputs_embeds": 0}
+)
+class OuroTrunk(nn.Module):
+    """Embedding, layers and final norm: everything under ``model.`` in the checkpoint."""
+
+    def __init__(self, *, vllm_config: VllmConfig, prefix: str = ""):
+        super().__init__()
+        config = vllm_config.model_config.hf_config
+        self.loops = config.total_ut_steps
+        self.embed_tokens = VocabParallelEmbedding(
+            config.vocab_size, config.hidden_size,
+            quant_config=vllm_config.quant_config, prefix=f"{prefix}.embed_tokens",
+        )  # fmt: skip
+        self.layers = nn.ModuleList(
+            OuroLayer(config, paged, vllm_config.quant_config, f"{prefix}.layers.{index}")
+            for index, paged in enumerate(paged_layers(vllm_config))
+        )
+        self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+
+    def forward(
+        self,
+        input_ids: Tensor | None,
+        positions: Tensor,
+        intermediate_tensors: IntermediateTensors | None = None,
+        inputs_embeds: Tensor | None = None,
+    ) -> Tensor:
+        h = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        for loop in range(self.loops):
+            residual = torch.zeros_like(h)
+            for layer in self.layers:
+                h, residual = layer(loop, positions, h, residual)
+            h, _ = self.norm(h, residual)
+        return h
+
+
+def paged_layers(vllm_config: VllmConfig) -> list[PagedKV]:
+    """How the K and V of every layer lie in pages, checked by a trial on the device the model is on."""
+    hf_config, model_config = vllm_config.model_config.hf_config, vllm_config.model_config
+    shape, settings = kv_shape(hf_config), settings_of(vllm_config)
+    page_tokens = vllm_config.cache_config.block_size
+    device = torch.get_default_device()
+    kv_heads = shape.kv_heads // get_tensor_model_parallel_world_size()
+    if settings.config.is_off:
+        paged = RawPages(shape.loops, shape.head_dim, model_config.dtype, page_tokens)
+        return [paged] * shape.layers
+    first = get_tensor_model_parallel_rank() * kv_heads
+    rotations = layer_rotations(vllm_config, slice(first, first + kv_heads), device)
+    layout = PageLayout(settings.config, shape.head_dim, page_tokens, shape.loops // settings.config.loops)
+    layers: list[PagedKV] = [PackedPages(layout, rotations, layer) for layer in range(shape.layers)]
+    check_paged(layers[0], hf_config.num_attention_heads // shape.kv_heads, kv_heads, device)
+    return layers
+
+
+class OuroForCausalLM(nn.Module):
+    """Ouro as vLLM runs it. Weights load by the names of the published checkpoints."""
+
+    hf_to_vllm_mapper = WeightsMapper(
+        orig_to_new_stacked={
+            ".q_proj": (".qkv_proj", "q"),
+            ".k_proj": (".qkv_proj", "k"),
+            ".v_proj": (".qkv_proj", "v"),
+            ".gate_proj": (".gate_up_proj", 0),
+            ".up_proj": (".gate_up_proj", 1),
+        }
+    )
+    packed_modules_mapping = {  # noqa: RUF012 (vLLM's name and form)
+        "qkv_proj": ["q_proj", "k_proj", "v_proj"],
+        "gate_up_proj": ["gate_proj", "up_proj"],
+    }
+
+    def __init__(self, *, vllm_config: VllmConfig, prefix: str = ""):
+        super().__init__()
+        config = vllm_config.model_config.hf_config
+        self.model = OuroTrunk(vllm_config=vllm_config, prefix=maybe_prefix(prefix, "model"))
+        self.lm_head = ParallelLMHead(
+            config.vocab_size, config.hidden_size,
+            quant_config=vllm_config.quant_config, prefix=maybe_prefix(prefix, "lm_head"),
+        )  # fmt: skip
+        if config.tie_word_embeddings:
+            self.lm_head = self.lm_head.tie_weights(self.model.embed_tokens)
+        self.logits_processor = LogitsProcessor(config.vocab_size)
+
+    def embed_input_ids(self, input_ids: Tensor) -> Tensor:
+        return self.model.embed_tokens(input_ids)
+
+    def forward(
+        self,
+        input_ids: Tensor | None,
+        positions: Tensor,
+        intermediate_tensors: IntermediateTensors | None = None,
+        inputs_embeds: Tensor | None = None,
+    ) -> Tensor:
+        return self.model(input_ids, positions, intermediate_tensors, inputs_embeds)
+
+    def compute_logits(self, hidden_states: Tensor) -> Tensor | None:
+        return self.logits_processor(self.lm_head, hidden_states)
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
+        loader = AutoWeightsLoader(self, skip_prefixes=["model.early_exit_gate."])
+        return loader.load_weights(weights, mapper=self.hf_to_vllm_mapper)

@@ -1,0 +1,189 @@
+"""K and V of one layer in the pages of a serving engine: write a step, read the past, attend. Plain torch.
+
+A page holds ``page_tokens`` tokens of one layer, all loops, K and V: uint8 [blocks, H, page bytes]. :class:`RawPages`
+keeps values as they are, :class:`PackedPages` keeps what the codec makes of them, laid out as
+:class:`residualquant.layout.PageLayout` says. A kernel replaces :meth:`PagedKV.write` and :meth:`PagedKV.attend`;
+nothing else here knows how they work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from residualquant.attention import attend_past_and_step, attend_prompt, to_bf16
+from residualquant.cache import LayerRotations
+from residualquant.layout import PageLayout
+from residualquant.pages import read_pages, write_pages
+from residualquant.residual import decode, encode
+
+
+@dataclass(frozen=True)
+class StepBatch:
+    """The requests of one step: first those with a single token, ``decodes`` of them, then longer pieces of prompts.
+
+    Attributes:
+        query_start: int [R + 1], first token of each request within the step, on the host.
+        seq_lens: int [R], tokens of each request, past and step.
+        block_table: int [R, blocks], its pages in order.
+        slots: int [T], where each token of the step goes: token ``slot mod S`` of page ``slot // S``; -1: nowhere.
+        decodes: requests with one token.
+    """
+
+    query_start: Tensor
+    seq_lens: Tensor
+    block_table: Tensor
+    slots: Tensor
+    decodes: int
+
+    def parts(self) -> Iterator[tuple[slice, slice]]:
+        """(requests, tokens) of what is attended together: all decodes, then every longer piece by itself."""
+        if self.decodes:
+            yield slice(0, self.decodes), slice(0, self.decodes)
+        starts = self.query_start.tolist()
+        for row in range(self.decodes, len(starts) - 1):
+            if starts[row] < starts[row + 1]:
+                yield slice(row, row + 1), slice(starts[row], starts[row + 1])
+
+
+class PagedKV:
+    """One layer's pages.
+
+    Attributes:
+        page_tokens: tokens per page (S).
+        token_bytes: bytes of one token and KV head, all loops, K and V.
+        step_dtype: what attention reads of the step's own K and V.
+    """
+
+    page_tokens: int
+    token_bytes: int
+    step_dtype: torch.dtype
+
+    def of_step(self, x: Tensor) -> Tensor:
+        """K or V [T, H, D] of the step as attention reads it."""
+        return x
+
+    def write(self, pages: Tensor, slots: Tensor, k: Tensor, v: Tensor) -> None:
+        """Put the tokens of a step into their pages.
+
+        Args:
+            pages: uint8 [blocks, H, S * token_bytes], changed in place.
+            slots: int [T]; -1 for a token to leave out.
+            k, v: [L, T, H, D], all loops.
+        """
+        raise NotImplementedError
+
+    def past(self, pages: Tensor, slots: Tensor, loop: int) -> tuple[Tensor, Tensor]:
+        """K and V [T, H, D] of one loop of the tokens in ``slots`` [T], in rotated space where there is a rotation."""
+        raise NotImplementedError
+
+    def matrices(self, loop: int) -> tuple[Tensor | None, Tensor | None]:
+        """The rotations of K and of V that :meth:`past` is in."""
+        return None, None
+
+    def attend(self, loop: int, q: Tensor, k: Tensor, v: Tensor, pages: Tensor, batch: StepBatch) -> Tensor:
+        """Attention of a step over its requests' pages and over itself, causal within the step (Sec. 4).
+
+        Args:
+            loop: from 0.
+            q: [T, Hq, D]; k, v: [T, H, D], of this loop and step, as :meth:`of_step` gives them.
+            pages: uint8 [blocks, H, S * token_bytes].
+            batch: whose tokens these are.
+
+        Returns:
+            [T, Hq, D] in the dtype of q.
+        """
+        out = torch.zeros_like(q)
+        for rows, tokens in batch.parts():
+            count = rows.stop - rows.start
+            own = [x[tokens].unflatten(0, (count, -1)) for x in (q, k, v)]
+            length = own[0].shape[1]
+            attended = self._attend_part(loop, own, pages, batch.block_table[rows], batch.seq_lens[rows] - length)
+            out[tokens] = attended.flatten(0, 1)
+        return out
+
+    def _attend_part(
+        self, loop: int, step: list[Tensor], pages: Tensor, block_table: Tensor, lengths: Tensor
+    ) -> Tensor:
+        """Requests with equally many new tokens: q, k, v [B, T, ...], ``lengths`` [B] of their pasts."""
+        q, k, v = step
+        longest = int(lengths.max())
+        if longest == 0:
+            return attend_prompt(q, k, v)
+        columns = torch.arange(longest, device=q.device)
+        slots = block_table[:, columns // self.page_tokens].long() * self.page_tokens + columns % self.page_tokens
+        known = columns < lengths[:, None]
+        past = [x.unflatten(0, known.shape) for x in self.past(pages, slots.flatten(), loop)]
+        past = [torch.where(known[..., None, None], x, 0.0) for x in past]  # pages hold anything beyond a past
+        size = q.shape[1]
+        causal = torch.ones(size, size, dtype=torch.bool, device=q.device).tril()
+        mask = torch.cat([known[:, None].expand(-1, size, -1), causal.expand(len(known), -1, -1)], -1)
+        return attend_past_and_step(q, tuple(past), (k, v), self.matrices(loop), mask)
+
+
+class RawPages(PagedKV):
+    """Values as they are, at the model's dtype: per head K then V, loop by loop, [H, 2, L, S, D]."""
+
+    def __init__(self, loops: int, head_dim: int, dtype: torch.dtype, page_tokens: int):
+        self.page_tokens, self.step_dtype = page_tokens, dtype
+        self.token_bytes = 2 * loops * head_dim * dtype.itemsize
+        self._shape = (2, loops, page_tokens, head_dim)
+
+    def _view(self, pages: Tensor) -> Tensor:
+        """[blocks, S, H, 2, L, D]."""
+        return pages.view(self.step_dtype).unflatten(-1, self._shape).permute(0, 4, 1, 2, 3, 5)
+
+    def write(self, pages: Tensor, slots: Tensor, k: Tensor, v: Tensor) -> None:
+        stored = slots >= 0
+        where = slots[stored].long()
+        values = torch.stack([k[:, stored], v[:, stored]]).permute(2, 3, 0, 1, 4)
+        self._view(pages)[where // self.page_tokens, where % self.page_tokens] = values
+
+    def past(self, pages: Tensor, slots: Tensor, loop: int) -> tuple[Tensor, Tensor]:
+        values = self._view(pages)[:, :, :, :, loop]
+        return values[slots // self.page_tokens, slots % self.page_tokens].unbind(2)
+
+
+class PackedPages(PagedKV):
+    """What the codec makes of the loops of every loop group (Sec. 3.2), in the project's page layout.
+
+    Args:
+        layout: of the pages.
+        rotations: of all layers, of the heads in these pages.
+        layer: whose pages these are.
+    """
+
+    step_dtype = torch.bfloat16
+
+    def __init__(self, layout: PageLayout, rotations: LayerRotations, layer: int):
+        self.layout, self.rotations, self.layer = layout, rotations, layer
+        self.page_tokens = layout.page_tokens
+        self.token_bytes = layout.page_bytes_per_head // layout.page_tokens
+
+    def of_step(self, x: Tensor) -> Tensor:
+        return to_bf16(x)
+
+    def write(self, pages: Tensor, slots: Tensor, k: Tensor, v: Tensor) -> None:
+        stored = slots >= 0
+        where, config = slots[stored].long(), self.layout.config
+        for group in range(self.layout.groups):
+            loops = slice(group * config.loops, (group + 1) * config.loops)
+            packed = (
+                encode(x[loops][:, stored], config, self.rotations.get(group, self.layer, kind))
+                for x, kind in ((k, "k"), (v, "v"))
+            )
+            write_pages(pages, self.layout, where, *packed, group=group)
+
+    def past(self, pages: Tensor, slots: Tensor, loop: int) -> tuple[Tensor, Tensor]:
+        group, inner = divmod(loop, self.layout.config.loops)
+        k, v = (
+            decode(replace(packed, rotation=self.rotations.get(group, self.layer, kind)), "rotated")[inner]
+            for packed, kind in zip(read_pages(pages, self.layout, slots, group), "kv")
+        )
+        return k, v
+
+    def matrices(self, loop: int) -> tuple[Tensor | None, Tensor | None]:
+        return self.rotations.of_loop(loop, self.layer, "k"), self.rotations.of_loop(loop, self.layer, "v")

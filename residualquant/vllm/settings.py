@@ -1,0 +1,163 @@
+"""The ``residualquant`` part of vLLM's ``additional_config``, and every refusal in one place.
+
+    --additional-config '{"residualquant": {"preset": "INT2/4 g=32", "rotation": "hadamard"}}'
+
+Names are ``preset`` (the paper's label) with ``loops`` (of a group), any field of
+:class:`residualquant.config.KVQuantConfig`, and ``rotations`` (the folder that `residualquant calibrate` wrote).
+Without the part, K and V are kept raw at the model's dtype.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from residualquant.cache import LayerRotations, RotationMap, loop_groups
+from residualquant.config import RAW_BITS, KVQuantConfig, preset
+from residualquant.errors import ResidualQuantError
+from residualquant.models.base import KVShape
+from residualquant.models.loading import model_folder, weights_hash
+from residualquant.rotation import Rotation
+from residualquant.rotation.calibration import CALIBRATED, load_rotations
+
+NAME = "residualquant"
+MODELS = {"OuroForCausalLM": "residualquant.vllm.ouro:OuroForCausalLM"}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How one model's K and V are kept: ``config`` of a loop group, and the folder of its rotations or None."""
+
+    config: KVQuantConfig
+    rotations: str | None = None
+
+    @classmethod
+    def read(cls, values: Mapping[str, Any] | None, shape: KVShape) -> Settings:
+        """The settings that ``values``, the ``residualquant`` part, asks for; the raw cache when None.
+
+        Raises:
+            ValueError: an unknown name, a value that the codec or the paged cache does not take, or a calibrated
+                rotation without its folder.
+        """
+        if values is None:
+            return cls(KVQuantConfig(bits=(RAW_BITS,) * shape.loops))
+        if not isinstance(values, Mapping):
+            raise ValueError(f'"{NAME}" must be an object such as {{"preset": "INT2/4 g=32"}}, got {values!r}')
+        fields = dict(values)
+        rotations, label = fields.pop("rotations", None), fields.pop("preset", None)
+        if label is None:
+            config = KVQuantConfig.from_dict(fields)
+        else:
+            config = preset(label, fields.pop("loops", min(4, shape.loops)), **fields)
+        loop_groups(shape, config)
+        if config.layer_bits:
+            raise ValueError(f"pages of all layers have one size, got layer_bits={config.layer_bits}")
+        if config.sink_tokens or config.recent_tokens:
+            raise ValueError(
+                f"a paged cache has no BF16 windows, got sink_tokens={config.sink_tokens} "
+                f"and recent_tokens={config.recent_tokens}"
+            )
+        if (config.rotation in CALIBRATED) != (rotations is not None):
+            what = "needs the folder of its" if config.rotation in CALIBRATED else "takes no"
+            raise ValueError(f'rotation="{config.rotation}" {what} "rotations", got {rotations!r}')
+        return cls(config, rotations)
+
+
+@dataclass(frozen=True)
+class _Checkpoint:
+    """What of a model :func:`load_rotations` compares a calibration with."""
+
+    name: str
+    weights_hash: str
+    kv_shape: KVShape
+    device: torch.device
+
+
+def settings_of(vllm_config) -> Settings:
+    """The settings of a looped model's vLLM configuration."""
+    return Settings.read(_part(vllm_config), kv_shape(vllm_config.model_config.hf_config))
+
+
+def kv_shape(hf_config) -> KVShape:
+    """Shape of a looped model's KV cache, all heads."""
+    return KVShape(
+        hf_config.total_ut_steps, hf_config.num_hidden_layers, hf_config.num_key_value_heads, hf_config.head_dim
+    )
+
+
+def layer_rotations(vllm_config, heads: slice, device: torch.device) -> LayerRotations:
+    """The rotations of all layers, of this process's KV ``heads``.
+
+    Raises:
+        ResidualQuantError: rotations of another model, shape or configuration, or damaged ones.
+    """
+    settings, shape = settings_of(vllm_config), kv_shape(vllm_config.model_config.hf_config)
+    found: RotationMap = {}
+    if settings.rotations is not None:
+        model = vllm_config.model_config.model
+        checkpoint = _Checkpoint(model, _hash_of(model), shape, device)
+        for key, whole in load_rotations(settings.rotations, checkpoint, settings.config).items():
+            means = None if whole.means is None else whole.means[:, heads]
+            found[key] = Rotation(whole.matrix[heads], means)
+    own = KVShape(shape.loops, shape.layers, heads.stop - heads.start, shape.head_dim)
+    return LayerRotations(settings.config, own, device, found)
+
+
+@lru_cache(maxsize=1)
+def _hash_of(model: str) -> str:
+    return weights_hash(model_folder(model))
+
+
+def _part(vllm_config) -> Mapping[str, Any] | None:
+    extra = vllm_config.additional_config
+    return extra.get(NAME) if isinstance(extra, Mapping) else None
+
+
+def check_config(vllm_config) -> None:
+    """Refuse what cannot work, in the process where the user is, before anything is loaded.
+
+    Raises:
+        ResidualQuantError: one sentence.
+    """
+    if vllm_config.model_config is None:
+        return
+    architecture = vllm_config.model_config.architecture
+    if architecture not in MODELS:
+        if _part(vllm_config) is not None:
+            raise ResidualQuantError(f"residualquant serves looped models ({', '.join(MODELS)}), got {architecture}")
+        return
+    for refused, reason in _refusals(vllm_config):
+        if refused:
+            raise ResidualQuantError(f"residualquant's looped cache {reason}")
+    try:
+        settings = settings_of(vllm_config)
+        if settings.rotations is not None:
+            heads = slice(0, kv_shape(vllm_config.model_config.hf_config).kv_heads)
+            layer_rotations(vllm_config, heads, torch.device("cpu"))
+    except ValueError as error:
+        raise ResidualQuantError(f"additional_config: {error}") from error
+
+
+def _refusals(vllm_config) -> list[tuple[bool, str]]:
+    parallel, cache = vllm_config.parallel_config, vllm_config.cache_config
+    heads, tp = vllm_config.model_config.hf_config.num_key_value_heads, parallel.tensor_parallel_size
+    context = parallel.decode_context_parallel_size, parallel.prefill_context_parallel_size
+    connector = vllm_config.kv_transfer_config is not None or cache.kv_offloading_size is not None
+    dtypes = ("auto", str(vllm_config.model_config.dtype).removeprefix("torch."))
+    return [
+        (vllm_config.speculative_config is not None, "does not support speculative decoding"),
+        (parallel.pipeline_parallel_size > 1, "does not support pipeline parallelism: every loop needs all layers"),
+        (context != (1, 1), f"does not support context parallelism, got sizes {context}"),
+        (heads % tp != 0, f"needs a tensor_parallel_size that divides the {heads} KV heads, got {tp}"),
+        (parallel.enable_dbo, "does not support dual batch overlap, which would share one step's staging"),
+        (connector, "does not support KV connectors or KV offloading: they know no packed pages"),
+        (cache.cache_dtype not in dtypes,
+         f'has formats of its own: kv_cache_dtype must be "auto", got {cache.cache_dtype!r}'),
+        (cache.block_size is not None and cache.block_size % 16 != 0,
+         f"needs a block_size that is a multiple of 16, got {cache.block_size}"),
+        (vllm_config.use_v2_model_runner, "needs vLLM's first model runner: set VLLM_USE_V2_MODEL_RUNNER=0"),
+    ]  # fmt: skip

@@ -1,0 +1,109 @@
+"""At start: try the packed path on random states, and say what a token costs and how many fit."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from vllm.logger import init_logger
+
+from residualquant.attention import PackedAttention
+from residualquant.cache import PackedCache
+from residualquant.errors import ResidualQuantError
+from residualquant.models.base import KVShape
+from residualquant.vllm.paged import PackedPages, StepBatch
+
+if TYPE_CHECKING:
+    from residualquant.vllm.attention import LoopedAttention
+
+TOLERANCE = 2e-2  # of attention outputs of order 1; kernels multiply in BF16
+PIECES = (21, 1, 1)  # tokens of a prompt, then of decode steps
+BF16_BYTES = 2
+
+logger = init_logger("vllm.residualquant")  # vLLM shows what is logged under its own name
+
+
+def check_paged(paged: PackedPages, groups: int, kv_heads: int, device: torch.device) -> float:
+    """Run a prompt and two decode steps of two requests through scattered pages and through the reference cache.
+
+    Args:
+        groups: query heads per KV head.
+
+    Returns:
+        The largest difference of an attention output.
+
+    Raises:
+        ResidualQuantError: a difference beyond what rounding explains.
+    """
+    begun, layout = time.monotonic(), paged.layout
+    shape = KVShape(layout.groups * layout.config.loops, 1, kv_heads, layout.head_dim)
+    rotations = {
+        (group, 0, kind): paged.rotations.get(group, paged.layer, kind)
+        for group in range(layout.groups)
+        for kind in "kv"
+    }
+    reference = PackedAttention(PackedCache(shape, layout.config, rotations))
+    pages = torch.full((9, kv_heads, layout.page_bytes_per_head), 255, dtype=torch.uint8, device=device)
+    generator = torch.Generator().manual_seed(0)
+    worst, done = 0.0, 0
+    for size in PIECES:
+        batch = _trial_batch(done, size, paged.page_tokens, device)
+        steps = _trial_states(generator, shape, groups, 2 * size, device)
+        for loop, (q, k, v) in enumerate(steps):
+            out = paged.attend(loop, q, paged.of_step(k), paged.of_step(v), pages, batch)
+            own = (x.unflatten(0, (2, size)) for x in (q, k, v))
+            difference = (out.unflatten(0, (2, size)) - reference(loop, 0, *own)).abs().max().item()
+            worst = difference if difference != difference else max(worst, difference)
+        paged.write(pages, batch.slots, *(paged.of_step(torch.stack(x)) for x in list(zip(*steps))[1:]))
+        done += size
+    if not worst <= TOLERANCE:
+        raise ResidualQuantError(
+            f"the packed attention of this machine differs from the reference by {worst:.3g} "
+            f"(at most {TOLERANCE} is rounding): please report the GPU, its driver and the versions in use"
+        )
+    logger.info("residualquant: packed attention checked in %.1f s, off by %.1g", time.monotonic() - begun, worst)
+    return worst
+
+
+def _trial_batch(done: int, size: int, page_tokens: int, device: torch.device) -> StepBatch:
+    """Two requests that have ``done`` tokens and get ``size`` more; their pages are neither in order nor adjacent."""
+    table = torch.tensor([[7, 2, 5, 8], [1, 6, 3, 4]], dtype=torch.int32, device=device)
+    columns = torch.arange(done, done + size, device=device)
+    return StepBatch(
+        query_start=torch.tensor([0, size, 2 * size]),
+        seq_lens=torch.full((2,), done + size, dtype=torch.int32, device=device),
+        block_table=table,
+        slots=(table[:, columns // page_tokens] * page_tokens + columns % page_tokens).flatten(),
+        decodes=2 if size == 1 else 0,
+    )
+
+
+def _trial_states(
+    generator: torch.Generator, shape: KVShape, groups: int, tokens: int, device: torch.device
+) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """q, k, v of every loop, FP32, each loop near the one before, as a looped model's are."""
+    sizes = [shape.kv_heads * groups, shape.kv_heads, shape.kv_heads]
+    base = [torch.randn(tokens, heads, shape.head_dim, generator=generator, dtype=torch.float32) for heads in sizes]
+    loops = []
+    for _ in range(shape.loops):
+        base = [x + 0.3 * torch.randn(x.shape, generator=generator, dtype=torch.float32) for x in base]
+        loops.append(tuple(x.to(device) for x in base))
+    return loops
+
+
+def report_pages(layer: LoopedAttention) -> None:
+    """Log what a token costs in all layers of this process, given one of them, and how many fit."""
+    layers, paged, blocks = layer.layers, layer.paged, len(layer.kv_cache)
+    token = layers * layer.kv_heads * paged.token_bytes
+    bf16 = layers * layer.kv_heads * 2 * layer.loops * layer.head_dim * BF16_BYTES
+    fit = blocks * paged.page_tokens
+    logger.info(
+        "residualquant: KV of one token takes %s bytes, in BF16 %s (%.2fx)", f"{token:,}", f"{bf16:,}", bf16 / token
+    )
+    logger.info("residualquant: %s tokens fit (BF16: %s)", f"{fit:,}", f"{fit * token // bf16:,}")
+    logger.info(
+        "residualquant: staging takes %s bytes for steps of up to %s tokens (max_num_batched_tokens)",
+        f"{layers * layer.staged.nbytes:,}", f"{layer.staged.shape[2]:,}",
+    )  # fmt: skip

@@ -1,0 +1,117 @@
+"""The packed cache in the engine against the package's own cache and decoder, on a shipped model."""
+
+import pytest
+import torch
+from vllm import SamplingParams
+from vllm.v1.core.kv_cache_utils import get_kv_cache_configs
+from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+from residualquant.attention import PackedAttention
+from residualquant.cache import PackedCache
+from residualquant.config import preset
+from residualquant.engine import iter_decode
+from residualquant.evals.tasks import problems
+from residualquant.models import load_model
+from residualquant.models.loading import model_folder
+from residualquant.vllm.attention import LoopedAttention
+
+MODEL = "mini-ouro-maths"
+CONFIG = preset("INT2/4 g=32", rotation="hadamard")
+NEW_TOKENS = 24
+BUDGET = 512
+
+
+@pytest.fixture(scope="module")
+def reference():
+    return load_model(MODEL, device="cpu", dtype=torch.float32)
+
+
+@pytest.fixture(scope="module")
+def prompts(reference):
+    return [reference.tokenizer.encode(p.prompt).ids for p in problems("algebra", 3)]
+
+
+@pytest.fixture(scope="module")
+def engine(start_engine):
+    settings = {"residualquant": {"preset": "INT2/4 g=32", "rotation": "hadamard"}}
+    return start_engine(
+        model_folder(MODEL), additional_config=settings, max_model_len=BUDGET, max_num_batched_tokens=BUDGET
+    )
+
+
+@pytest.fixture(autouse=True)
+def empty_prefix_cache(engine):
+    assert engine.reset_prefix_cache()
+
+
+def run(engine, prompts):
+    params = SamplingParams(max_tokens=NEW_TOKENS, temperature=0, ignore_eos=True)
+    return engine.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
+
+
+def tokens_of(outputs):
+    return [list(o.outputs[0].token_ids) for o in outputs]
+
+
+def continuation(model, prompt, pieces):
+    """Greedy tokens of the plain model on the packed cache, the prompt given in pieces of these lengths."""
+    attend = PackedAttention(PackedCache(model.kv_shape, CONFIG))
+    ids, start, tokens = list(prompt), 0, []
+    for size in [*pieces, *[1] * (NEW_TOKENS - 1)]:
+        positions = torch.arange(start, start + size)[None]
+        logits = model(torch.tensor([ids[start : start + size]]), positions, attend, last_only=True).logits
+        start += size
+        if start >= len(prompt):
+            tokens.append(int(logits[0, -1].argmax()))
+            ids.append(tokens[-1])
+    return tokens
+
+
+def test_tokens_are_those_of_the_torch_engine(engine, reference, prompts):
+    outputs = run(engine, prompts)
+    assert [o.num_cached_tokens for o in outputs] == [0] * len(prompts)
+    decoded = iter_decode(reference, prompts, [CONFIG], NEW_TOKENS, set(), progress=False)
+    expected = {done.prompt_index: done.tokens for done in decoded}
+    assert tokens_of(outputs) == [expected[n] for n in range(len(prompts))]
+
+
+def test_a_prefix_hit_reads_the_packed_past(engine, reference, prompts):
+    (prompt,) = prompts[:1]
+    run(engine, [prompt])
+    (output,) = run(engine, [prompt])
+    hit = (len(prompt) - 1) // 16 * 16
+    assert output.num_cached_tokens == hit > 0
+    assert tokens_of([output]) == [continuation(reference, prompt, [hit, len(prompt) - hit])]
+
+
+def test_attention_of_every_step_is_the_reference(engine, prompts, monkeypatch):
+    seen, attend = [], LoopedAttention.attend
+
+    def record(self, loop, q, k, v, batch):
+        out = attend(self, loop, q, k, v, batch)
+        layer = int(self.layer_name.split(".")[2])
+        seen.append((loop, layer, *(x.clone() for x in (q, k, v, out))))
+        return out
+
+    monkeypatch.setattr(LoopedAttention, "attend", record)
+    (prompt,) = prompts[:1]
+    run(engine, [prompt])
+    shape = load_model(MODEL, device="cpu").kv_shape
+    assert len(seen) == shape.loops * shape.layers * NEW_TOKENS
+    expected = PackedAttention(PackedCache(shape, CONFIG))
+    worst = max(
+        (expected(loop, layer, q[None], k[None], v[None])[0] - out).abs().max().item()
+        for loop, layer, q, k, v, out in seen
+    )
+    assert worst < 1e-3
+
+
+def test_tokens_that_fit_by_vllms_own_count(engine):
+    config = engine.llm_engine.vllm_config
+    shape = load_model(MODEL, device="cpu").kv_shape
+    plain = FullAttentionSpec(
+        block_size=16, num_kv_heads=shape.kv_heads, head_size=shape.head_dim, dtype=torch.bfloat16
+    )
+    specs = {f"model.layers.{n}.attn": plain for n in range(shape.loops * shape.layers)}
+    (bf16,) = get_kv_cache_configs(config, [specs], [2**30])
+    assert config.cache_config.num_gpu_blocks / bf16.num_blocks >= 4.9

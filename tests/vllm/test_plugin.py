@@ -1,0 +1,261 @@
+"""What is registered, what is refused and how, and the self-check; no engine is started."""
+
+import json
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+import vllm
+from vllm import envs
+from vllm.config import CompilationConfig
+from vllm.engine.arg_utils import EngineArgs
+from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
+
+from residualquant import cli
+from residualquant.config import preset
+from residualquant.errors import ResidualQuantError
+from residualquant.layout import PageLayout
+from residualquant.models.base import KVShape
+from residualquant.models.loading import load_model, model_folder
+from residualquant.rotation.calibration import calibrate
+from residualquant.vllm import register
+from residualquant.vllm.attention import OP_NAME
+from residualquant.vllm.backend import LoopedKVManager, LoopedKVSpec
+from residualquant.vllm.paged import PackedPages, StepBatch
+from residualquant.vllm.settings import Settings, check_config, kv_shape, layer_rotations
+from residualquant.vllm.startup import check_paged
+
+PACKED = {"preset": "INT2/4 g=32", "rotation": "hadamard"}
+SHAPE = KVShape(4, 2, 2, 64)
+
+
+def engine_config(model, settings=None, **options):
+    extra = {} if settings is None else {"residualquant": settings}
+    defaults = {"skip_tokenizer_init": True, "dtype": "float32", "max_model_len": 256}
+    return EngineArgs(str(model), additional_config=extra, **(defaults | options)).create_engine_config()
+
+
+# ------------------------------------------------------------------------------------------------- registration
+
+
+def test_registering_twice_changes_nothing():
+    register()
+    before = len(CompilationConfig._attention_ops), vllm.config.VllmConfig.try_verify_and_update_config
+    register()
+    assert (len(CompilationConfig._attention_ops), vllm.config.VllmConfig.try_verify_and_update_config) == before
+    assert CompilationConfig._attention_ops.count(OP_NAME) == 1
+
+
+def test_another_vllm_is_refused(monkeypatch):
+    monkeypatch.setattr(vllm, "__version__", "0.26.0")
+    with pytest.raises(ResidualQuantError, match=r"needs vLLM 0\.25\.1, got 0\.26\.0"):
+        register()
+
+
+def test_a_local_build_of_the_right_version_is_taken(monkeypatch):
+    monkeypatch.setattr(vllm, "__version__", "0.25.1+cpu")
+    register()
+
+
+# ----------------------------------------------------------------------------------------------------- settings
+
+
+def test_off_is_the_default():
+    assert Settings.read(None, SHAPE).config.is_off
+
+
+def test_settings_take_a_label_or_the_fields_of_a_configuration():
+    assert Settings.read({**PACKED, "loops": 2}, SHAPE).config.bits == (2, 4)
+    by_label = Settings.read({**PACKED, "group_size": 16}, SHAPE)
+    assert by_label.config == preset("INT2/4 g=16", rotation="hadamard")
+    assert Settings.read(json.loads(json.dumps(by_label.config.to_dict())), SHAPE) == by_label
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"preset": "INT5"}, "unknown preset 'INT5'"),
+        ({"presets": "INT2/4 g=32"}, "unknown name in a KV configuration: presets"),
+        ({"bits": [2, 2, 4]}, "do not divide into groups of 3"),
+        ({**PACKED, "recent_tokens": 64}, "no BF16 windows, got sink_tokens=0 and recent_tokens=64"),
+        ({**PACKED, "layer_bits": [[0, [4, 4, 4, 4]]]}, "pages of all layers have one size, got layer_bits="),
+        ({**PACKED, "rotation": "optr_h"}, 'rotation="optr_h" needs the folder of its "rotations", got None'),
+        ({**PACKED, "rotations": "somewhere"}, 'rotation="hadamard" takes no "rotations"'),
+        ("INT2/4 g=32", "must be an object"),
+    ],
+)
+def test_settings_that_cannot_be_served_name_the_value(tiny_ouro, settings, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        Settings.read(settings, SHAPE)
+    with pytest.raises(ResidualQuantError, match=sentence):
+        engine_config(tiny_ouro, settings)
+
+
+# ----------------------------------------------------------------------------------------------------- refusals
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}}, "speculative decoding"),
+        ({"pipeline_parallel_size": 2}, "pipeline parallelism"),
+        ({"kv_transfer_config": {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}}, "KV connectors"),
+        ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype must be \"auto\", got 'fp8'"),
+        ({"block_size": 8}, "block_size that is a multiple of 16, got 8"),
+    ],
+)
+def test_what_the_cache_cannot_do_is_refused_in_one_sentence(tiny_ouro, options, sentence):
+    with pytest.raises(ResidualQuantError, match=sentence) as caught:
+        engine_config(tiny_ouro, PACKED, **options)
+    assert "\n" not in str(caught.value)
+
+
+def test_heads_that_do_not_divide_are_refused(tiny_ouro):
+    with pytest.raises(ResidualQuantError, match="divides the 2 KV heads, got 4"):
+        engine_config(tiny_ouro, PACKED, tensor_parallel_size=4, distributed_executor_backend="mp")
+
+
+def test_the_second_model_runner_is_refused(tiny_ouro, monkeypatch):
+    envs.disable_envs_cache()  # an engine of another test may have read the environment for good
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
+    with pytest.raises(ResidualQuantError, match="set VLLM_USE_V2_MODEL_RUNNER=0"):
+        engine_config(tiny_ouro)
+
+
+@pytest.fixture
+def plain_llama(tmp_path):
+    config = {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 320, "hidden_size": 64,
+        "intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 2, "max_position_embeddings": 256,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    return tmp_path
+
+
+def test_a_model_that_is_not_looped_is_refused(plain_llama, capsys):
+    config = SimpleNamespace(
+        additional_config={"residualquant": PACKED}, model_config=SimpleNamespace(architecture="LlamaForCausalLM")
+    )
+    with pytest.raises(ResidualQuantError, match=r"serves looped models .* got LlamaForCausalLM"):
+        check_config(config)
+    check_config(SimpleNamespace(**vars(config) | {"additional_config": {}}))  # left alone when nothing was asked
+    with pytest.raises(SystemExit):
+        cli.main(["serve", str(plain_llama), "--only-print"])
+    assert "got LlamaForCausalLM" in capsys.readouterr().err
+
+
+@pytest.fixture(scope="module")
+def rotations(tiny_ouro, tmp_path_factory):
+    """A calibration of the tiny model."""
+    folder = tmp_path_factory.mktemp("rotations")
+    config = preset("INT2/4 g=32", rotation="oscar")
+    calibrate(load_model(tiny_ouro), {folder: config}, [[1, 2, 3, 4] * 8], [[5, 6, 7] * 8], progress=False)
+    return folder
+
+
+def test_rotations_of_another_model_are_refused(rotations):
+    settings = {"preset": "INT2/4 g=32", "rotation": "oscar", "rotations": str(rotations)}
+    with pytest.raises(ResidualQuantError, match=r"was calibrated for .*, not for .*mini-ouro-maths"):
+        engine_config(model_folder("mini-ouro-maths"), settings)
+
+
+def test_every_process_gets_the_rotations_of_its_heads(tiny_ouro, rotations):
+    settings = {"preset": "INT2/4 g=32", "rotation": "oscar", "rotations": str(rotations)}
+    config = engine_config(tiny_ouro, settings)
+    whole, second = (layer_rotations(config, slice(first, 2), torch.device("cpu")) for first in (0, 1))
+    for layer in range(kv_shape(config.model_config.hf_config).layers):
+        assert torch.equal(second.get(0, layer, "k").matrix, whole.get(0, layer, "k").matrix[1:])
+
+
+# ------------------------------------------------------------------------------------------- pages and commits
+
+
+def test_a_page_takes_what_the_arithmetic_says():
+    layout = PageLayout(preset("INT2/4 g=32"), 128, 16)
+    spec = LoopedKVSpec(block_size=16, num_kv_heads=16, head_size=layout.page_bytes_per_head // 16, dtype=torch.uint8)
+    assert spec.page_size_bytes == spec.real_page_size_bytes == 16 * layout.page_bytes_per_head
+    assert spec.page_size_bytes == 16 * 16 * 2 * 198  # tokens, heads, K and V, App. A.3's bytes for four loops
+    assert LoopedKVSpec.merge([spec, replace(spec)]) == spec
+    assert KVCacheSpecRegistry.get_manager_class(spec) is LoopedKVManager
+
+
+def test_a_block_is_shared_only_after_its_step(monkeypatch):
+    committed = []
+    base = LoopedKVManager.__mro__[1]
+    monkeypatch.setattr(base, "cache_blocks", lambda self, request, tokens: committed.append(tokens))
+    monkeypatch.setattr(base, "pop_blocks_for_free", lambda self, request_id: [])
+    manager = object.__new__(LoopedKVManager)
+    manager._uncommitted = {}
+    request = SimpleNamespace(request_id="a", num_computed_tokens=0)
+    manager.cache_blocks(request, 32)  # scheduled
+    request.num_computed_tokens = 32  # run
+    manager.pop_blocks_for_free("a")
+    manager.pop_blocks_for_free("a")
+    assert committed == [0, 32]
+
+
+# --------------------------------------------------------------------------------------------------- self-check
+
+
+class WrongLoop(PackedPages):
+    """Reads another loop than it is asked for."""
+
+    def past(self, pages, slots, loop):
+        return super().past(pages, slots, (loop + 1) % self.layout.config.loops)
+
+
+class Forgetful(PackedPages):
+    """Leaves the last token of a step out."""
+
+    def write(self, pages, slots, k, v):
+        super().write(pages, slots[:-1], k[:, :-1], v[:, :-1])
+
+
+class Leaking(PackedPages):
+    """Gives NaN where a request has no past."""
+
+    def attend(self, loop, q, k, v, pages, batch):
+        return super().attend(loop, q, k, v, pages, batch) * torch.where(batch.seq_lens.max() == 22, torch.nan, 1.0)
+
+
+def paged(kind=PackedPages, **overrides):
+    config = preset("INT2/4 g=32", **({"rotation": "hadamard"} | overrides))
+    settings = Settings(config)
+    stand_in = SimpleNamespace(
+        additional_config={"residualquant": settings.config.to_dict()},
+        model_config=SimpleNamespace(
+            hf_config=SimpleNamespace(total_ut_steps=4, num_hidden_layers=2, num_key_value_heads=2, head_dim=128)
+        ),
+    )
+    rotations = layer_rotations(stand_in, slice(0, 2), torch.device("cpu"))
+    return kind(PageLayout(config, 128, 16), rotations, 0)
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("overrides", [{}, {"reference": "previous"}, {"reference": "direct", "rotation": "none"}])
+def test_the_self_check_passes_what_is_right(overrides, groups):
+    assert check_paged(paged(**overrides), groups, 2, torch.device("cpu")) < 1e-5
+
+
+@pytest.mark.parametrize("kind", [WrongLoop, Forgetful, Leaking])
+def test_the_self_check_finds_what_is_wrong(kind):
+    with pytest.raises(ResidualQuantError, match="differs from the reference"):
+        check_paged(paged(kind), 1, 2, torch.device("cpu"))
+
+
+def test_padding_is_neither_attended_to_nor_written():
+    own = paged()
+    pages = torch.zeros(3, 2, own.layout.page_bytes_per_head, dtype=torch.uint8)
+    k = torch.randn(4, 3, 2, 128).bfloat16()
+    own.write(pages, torch.tensor([17, -1, 18]), k, k)
+    filled = pages.clone()
+    own.write(pages, torch.tensor([-1, -1, -1]), k, k)
+    assert torch.equal(pages, filled)
+    pages[2] = 255  # NaN scales in a page that nobody owns
+    batch = StepBatch(
+        query_start=torch.tensor([0, 1, 2]), seq_lens=torch.tensor([3, 1]),
+        block_table=torch.tensor([[1, 2], [2, 2]]), slots=torch.tensor([19, 32]), decodes=2,
+    )  # fmt: skip
+    out = own.attend(0, torch.randn(2, 2, 128), k[0, :2], k[0, :2], pages, batch)
+    assert out.isfinite().all()
