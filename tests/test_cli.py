@@ -281,7 +281,7 @@ def test_the_paper_profile_leaves_the_papers_numbers_alone(capsys, home):
 
 
 def test_tables_find_the_shipped_records_after_another_table_was_written(capsys, home):
-    assert call(capsys, "tables", "--only", "storage")[0] == 0
-    folder = paths.shipped_records_dir("mini")
+    assert call(capsys, "tables", "--profile", "full", "--only", "storage")[0] == 0
+    folder = paths.shipped_records_dir("full")
     assert list_records(folder) and not folder.is_relative_to(home)
-    assert call(capsys, "figures", "--only", "figure2")[0] == 0
+    assert call(capsys, "figures", "--profile", "full", "--only", "figure2")[0] == 0

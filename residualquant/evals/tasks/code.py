@@ -49,7 +49,7 @@ LEVELS = {
 # by difficulty: how often a constant is given as a sum; the largest constant; largest argument and shift of an example
 SUM_CHANCE = (0.0, 0.4, 0.8, 0.8, 0.1, 0.4)
 LARGEST = (99, 99, 99, 400, 99, 99)
-EXAMPLE_RANGE = ((40, 50), (99, 99), (200, 150), (500, 400), (240, 170), (103, 102))
+EXAMPLE_RANGE = ((40, 50), (99, 99), (200, 150), (500, 400), (240, 170), (101, 100))
 Glossary = tuple[list[str], dict[str, str], dict[str, str]]
 
 
