@@ -12,16 +12,10 @@ from torch import Tensor
 
 from residualquant.attention import rotate
 from residualquant.kernels.decode_attention import LOG2_E, Past, Workspace
+from residualquant.kernels.prefill_attention import e4m3_value
 from residualquant.layout import PageLayout, loops_read
 
 TILE = 16  # tokens at a time
-
-
-@triton.jit
-def _fp8(byte):
-    """Value of FP8 e4m3fn bytes: their bits, moved to where FP32 has its exponent, are 2^-120 of it."""
-    bits = ((byte & 0x7F) << 20) | ((byte & 0x80) << 24)
-    return bits.to(tl.float32, bitcast=True) * 1.329227995784916e36
 
 
 @triton.jit
@@ -50,8 +44,8 @@ def _rebuild(page, t, used, channel, PLANES: tl.constexpr, D: tl.constexpr, KV: 
             packed = tl.load(page[:, None] + CODES + at, mask=inside, other=0).to(tl.int32)
             code = (packed >> (channel % (8 // BITS) * BITS)[None, :]) & (2**BITS - 1)
             at = page[:, None] + METADATA + (t * (2 * D // GROUP))[:, None] + (channel // GROUP * 2)[None, :]
-            scale = _fp8(tl.load(at, mask=inside, other=0).to(tl.int32))
-            offset = _fp8(tl.load(at + 1, mask=inside, other=0).to(tl.int32))
+            scale = e4m3_value(tl.load(at, mask=inside, other=0).to(tl.int32))
+            offset = e4m3_value(tl.load(at + 1, mask=inside, other=0).to(tl.int32))
             value += offset + scale * code.to(tl.float32)
         if means is not None:
             mean = means + PLANES[i][8] + head * D + channel

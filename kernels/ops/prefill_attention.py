@@ -218,13 +218,13 @@ def _dequantize(page, t, inside, codes, FIRST: tl.constexpr, G: tl.constexpr, D:
     N: tl.constexpr = codes.shape[0]
     W: tl.constexpr = codes.shape[1]
     metadata = _load_words(page, t, inside, 0, FIRST, D // G, 0, W // G)
-    scale = _e4m3_value(metadata & 0xFF)[:, :, None]
-    offset = _e4m3_value(metadata >> 8)[:, :, None]
+    scale = e4m3_value(metadata & 0xFF)[:, :, None]
+    offset = e4m3_value(metadata >> 8)[:, :, None]
     return tl.reshape(offset + scale * tl.reshape(codes.to(tl.float32), [N, W // G, G]), [N, W])
 
 
 @triton.jit
-def _e4m3_value(code):
+def e4m3_value(code):
     """The value of FP8 e4m3fn bits: those of an FP16 number 2^8 times smaller, shifted by its three mantissa bits."""
     half = ((code & 0x7F) << 7) | ((code & 0x80) << 8)
     return half.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32) * 256.0
