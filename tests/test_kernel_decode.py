@@ -17,6 +17,7 @@ import torch
 from residualquant import encode
 from residualquant.attention import attend_past_and_step
 from residualquant.bench import kernels as bench
+from residualquant.bench import write_timings
 from residualquant.config import KVQuantConfig, preset
 from residualquant.errors import ResidualQuantError
 from residualquant.kernels.build import (
@@ -427,5 +428,5 @@ def test_benchmark_needs_a_gpu_and_writes_what_it_measured(tmp_path, monkeypatch
         for model in bench.MODELS
         for operation in bench.LOOPS
     ]
-    assert bench.write_csv(rows).read_text().count("\n") == 1 + len(rows)
+    assert write_timings(tmp_path / "kernels.csv", bench.Timing, rows).read_text().count("\n") == 1 + len(rows)
     assert [path.name for path in bench.draw_roofline(rows)] == ["kernels.png", "kernels.pdf"]

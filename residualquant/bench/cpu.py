@@ -12,9 +12,6 @@ that ceiling.  The torch codec is the reference that others are tested against; 
 
 from __future__ import annotations
 
-import csv
-import dataclasses
-import io
 import statistics
 import time
 from collections.abc import Callable
@@ -25,9 +22,10 @@ from pathlib import Path
 
 import torch
 
+from residualquant.bench import write_timings
 from residualquant.config import KVQuantConfig, preset
 from residualquant.errors import ResidualQuantError
-from residualquant.repro.paths import data_dir, show, write_atomic
+from residualquant.repro.paths import data_dir, show
 from residualquant.repro.provenance import provenance
 from residualquant.residual import CPU_BLOCK_VALUES, decode, encode, reconstruct
 
@@ -165,19 +163,6 @@ def _median_seconds(call: Callable[[], object], trials: int) -> float:
     return statistics.median(seconds)
 
 
-def write_csv(rows: list[Timing]) -> Path:
-    """Write data/bench/cpu.csv and return its path."""
-    text = io.StringIO()
-    writer = csv.DictWriter(text, [field.name for field in dataclasses.fields(Timing)], lineterminator="\n")
-    writer.writeheader()
-    for row in rows:
-        values = dataclasses.asdict(row)
-        writer.writerow({key: f"{v:.4g}" if isinstance(v, float) else v for key, v in values.items()})
-    path = data_dir("bench") / "cpu.csv"
-    write_atomic(path, text.getvalue())
-    return path
-
-
 def main() -> None:
     """Say what is expected, measure, print one line per row and write the CSV."""
     print(__doc__.split("\n\n", 1)[1])
@@ -191,7 +176,8 @@ def main() -> None:
             f"{row.operation} {row.config} {row.reference:6s} {row.rotation:8s} {row.gb_per_s:6.3f} GB/s = "
             f"{row.fraction_of_copy:6.2%} of copying (ceiling {row.expected_ceiling:.2%}){memory}"
         )
-    print(f"\nwrote {show(write_csv(rows))}")
+    path = write_timings(data_dir("bench") / "cpu.csv", Timing, rows)
+    print(f"\nwrote {show(path)}")
 
 
 if __name__ == "__main__":

@@ -12,9 +12,6 @@ same launch, on poisoned output, agreed with the FP64 reference.
 from __future__ import annotations
 
 import argparse
-import csv
-import dataclasses
-import io
 import math
 import statistics
 import time
@@ -27,6 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from residualquant.bench import write_timings
 from residualquant.config import preset
 from residualquant.errors import ResidualQuantError
 from residualquant.kernels.decode_attention import (
@@ -38,7 +36,7 @@ from residualquant.kernels.decode_attention import (
 )
 from residualquant.layout import PageLayout
 from residualquant.pages import allocate_pages, write_pages
-from residualquant.repro.paths import data_dir, figures_dir, show, write_atomic
+from residualquant.repro.paths import data_dir, figures_dir, show
 from residualquant.residual import encode
 from residualquant.rotation import Rotation
 
@@ -295,19 +293,6 @@ def run(quick: bool, prefer: str | None, models: list[str]) -> list[Timing]:
     return rows
 
 
-def write_csv(rows: list[Timing]) -> Path:
-    """Write data/h200/kernels.csv and return its path."""
-    text = io.StringIO()
-    writer = csv.DictWriter(text, [field.name for field in dataclasses.fields(Timing)], lineterminator="\n")
-    writer.writeheader()
-    for row in rows:
-        values = dataclasses.asdict(row)
-        writer.writerow({key: f"{v:.4g}" if isinstance(v, float) else v for key, v in values.items()})
-    path = data_dir("h200") / "kernels.csv"
-    write_atomic(path, text.getvalue())
-    return path
-
-
 def draw_roofline(rows: list[Timing]) -> list[Path]:
     """Fraction of the copy bandwidth by bytes read, one panel per operation; figures/h200/kernels.png and .pdf."""
     from residualquant.repro.plots import TEXT, Picture, house_style, new_figure
@@ -337,7 +322,8 @@ def main() -> None:
     arguments = parser.parse_args()
     models = arguments.models or (["Ouro-1.4B"] if arguments.quick else list(MODELS))
     rows = run(arguments.quick, arguments.prefer, models)
-    print(f"wrote {', '.join(map(show, [write_csv(rows), *draw_roofline(rows)]))}")
+    table = write_timings(data_dir("h200") / "kernels.csv", Timing, rows)
+    print(f"wrote {', '.join(map(show, [table, *draw_roofline(rows)]))}")
 
 
 if __name__ == "__main__":
