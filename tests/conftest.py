@@ -27,6 +27,14 @@ def test_data() -> Path:
     return Path(folder)
 
 
+def pytest_configure(config):
+    """Without a GPU Triton interprets its kernels. It decides so when first imported, by whatever test that is."""
+    import torch
+
+    if not torch.cuda.is_available():
+        os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
 def pytest_collection_modifyitems(config, items):
     gpu = [item for item in items if item.get_closest_marker("gpu")]
     config.stash[_GPU_TESTS] = len(gpu)

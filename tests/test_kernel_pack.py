@@ -1,13 +1,10 @@
 """The writer, byte for byte against the codec and the reference page writer (Triton's interpreter without a GPU)."""
 
 import dataclasses
-import os
 
 import pytest
 import torch
 
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")
 triton = pytest.importorskip("triton")
 
 import triton.language as tl  # noqa: E402

@@ -1,12 +1,8 @@
 """Attention of a step over packed past and BF16 present, against FP32 torch (Triton's interpreter without a GPU)."""
 
-import os
-
 import pytest
 import torch
 
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")
 triton = pytest.importorskip("triton")
 
 from triton.runtime import interpreter  # noqa: E402
