@@ -26,8 +26,9 @@ from residualquant.config import KVQuantConfig, preset
 from residualquant.models.base import LoopedModel
 
 BLOCK_VALUES = {"cpu": 2**20, "cuda": 2**28}  # K and V of prompts that are rotated and coded at a time
-MAX_ROWS = {"cpu": 544, "cuda": 4096}
-LANE_ROWS = {"cpu": 68, "cuda": 1024}
+MAX_ROWS = {"cpu": 544, "cuda": 16384}  # a GPU's step is bound by launches far beyond 4,096 rows
+LANE_ROWS = {"cpu": 68, "cuda": 4096}
+LEAST_LANES = 4  # where not all prompts fit at once: so that most rows stay busy while a lane runs empty
 CPU_MEMORY = 4 * 2**30
 CUDA_MEMORY_FRACTION = 0.7
 PREFILL_COPIES, PREFILL_FRACTION = 6, 0.25  # of a prompt's K and V that a prefill holds; of the caches' memory for them
@@ -72,7 +73,7 @@ def iter_decode(
         configs: KV configurations; ``KVQuantConfig(bits=(16,) * L)`` is the plain BF16 cache.
         max_new_tokens: most tokens to generate per sequence.
         eos_ids: tokens that end a sequence.
-        max_rows: most sequences decoded at once; 544 on a CPU and 4096 on a GPU when None.
+        max_rows: most sequences decoded at once; 544 on a CPU and 16384 on a GPU when None.
         rotations: for each configuration (by index) whose rotation is calibrated:
             ``{(group, layer, "k" or "v"): Rotation}``.
         progress: show a progress bar.
@@ -259,10 +260,12 @@ class _Decoder:
             memory_bytes = int(CUDA_MEMORY_FRACTION * torch.cuda.mem_get_info(self.device)[0]) if cuda else CPU_MEMORY
         width = len(self.configs)
         prompt_bytes = 4 * self.slots.values(width, self._capacity(self.prompts))
-        lane_rows = min(rows, LANE_ROWS.get(kind, LANE_ROWS["cuda"]))
         prefill_bytes = PREFILL_COPIES * 4 * self.slots.values(1, max(map(len, self.prompts)))
-        fitting = min(memory_bytes // prompt_bytes, int(PREFILL_FRACTION * memory_bytes) // prefill_bytes)
-        per_lane = max(1, min(len(self.prompts), lane_rows // width, fitting))
+        lane_rows = min(rows, LANE_ROWS.get(kind, LANE_ROWS["cuda"]))
+        at_once = min(rows // width, memory_bytes // prompt_bytes)
+        share = at_once if at_once >= len(self.prompts) else at_once // LEAST_LANES
+        most = int(PREFILL_FRACTION * memory_bytes) // prefill_bytes
+        per_lane = max(1, min(len(self.prompts), lane_rows // width, share, most))
         lanes = max(1, min(rows // (per_lane * width), memory_bytes // (per_lane * prompt_bytes)))
         return min(lanes, -(-len(self.prompts) // per_lane)), per_lane
 

@@ -148,7 +148,7 @@ def test_small_batches_give_the_same_tokens(model, prompts, together, limits):
 def test_the_plan_keeps_to_rows_and_memory(model, prompts):
     decoder = _Decoder(model, prompts, CONFIGS[:3], NEW, EOS, {})
     assert decoder.plan(None, None) == (1, 6)
-    assert decoder.plan(9, None) == (1, 3)
+    assert decoder.plan(9, None) == (3, 1)
     assert decoder.plan(1, 1) == (1, 1)
     one = 4 * 2 * 4 * 2 * 2 * 64 * 3 * 30
     lanes, per_lane = decoder.plan(6, 2 * one)
