@@ -16,7 +16,7 @@ from vllm.utils.torch_utils import direct_register_custom_op
 from vllm.v1.attention.backend import AttentionBackend
 
 from residualquant.vllm.backend import LoopedBackend, LoopedKVSpec
-from residualquant.vllm.paged import PagedKV
+from residualquant.vllm.paged import PagedKV, StepBatch
 from residualquant.vllm.startup import report_pages
 
 OP_NAME = "vllm::residualquant_looped_attention"
@@ -38,6 +38,7 @@ class LoopedAttention(nn.Module, AttentionLayerBase):
         self.layer_name = name
         self._pages: Tensor | None = None
         vllm_config = get_current_vllm_config()
+        self._cache_config = vllm_config.cache_config
         self.layers = vllm_config.model_config.hf_config.num_hidden_layers
         # K and V of every loop of the step in hand; allocated once, so that a captured graph finds it where it was.
         tokens = vllm_config.scheduler_config.max_num_batched_tokens
@@ -54,11 +55,14 @@ class LoopedAttention(nn.Module, AttentionLayerBase):
 
     @kv_cache.setter
     def kv_cache(self, pages: Tensor) -> None:
+        if not pages.numel():  # vLLM takes back the few pages that it measured the memory of CUDA graphs with
+            self._pages = None
+            return
         expected = (self.kv_heads, self.paged.page_tokens * self.paged.token_bytes)
         if tuple(pages.shape[1:]) != expected:
             raise ValueError(f"{self.layer_name} needs pages of [H, bytes] = {expected}, got {tuple(pages.shape[1:])}")
         self._pages = pages
-        if extract_layer_index(self.layer_name) == 0:
+        if len(pages) == self._cache_config.num_gpu_blocks and extract_layer_index(self.layer_name) == 0:
             report_pages(self)
 
     def get_attn_backend(self) -> type[AttentionBackend]:
@@ -83,15 +87,13 @@ class LoopedAttention(nn.Module, AttentionLayerBase):
         torch.ops.vllm.residualquant_looped_attention(q, k, v, out, self.layer_name, loop)
         return out
 
-    def attend(self, loop: int, q: Tensor, k: Tensor, v: Tensor, batch) -> Tensor:
-        """One loop of a step: q [T, Hq, D], k and v [T, H, D], to [T, Hq, D]; the last loop fills the pages."""
+    def attend(self, loop: int, q: Tensor, k: Tensor, v: Tensor, batch: StepBatch, out: Tensor) -> None:
+        """One loop of a step: q [T, Hq, D], k and v [T, H, D], into out [T, Hq, D]; the last loop fills the pages."""
         staged = self.staged[:, :, : len(q)]
-        for kept, given in zip(staged[:, loop], (k, v)):
-            kept.copy_(self.paged.of_step(given))
-        out = self.paged.attend(loop, q, *staged[:, loop], self.kv_cache, batch)
+        self.paged.stage(staged[:, loop], k, v)
+        self.paged.attend(loop, q, *staged[:, loop], self.kv_cache, batch, out)
         if loop == self.loops - 1:
             self.paged.write(self.kv_cache, batch.slots, *staged)
-        return out
 
 
 def looped_attention(q: Tensor, k: Tensor, v: Tensor, out: Tensor, layer_name: str, loop: int) -> None:
@@ -103,8 +105,8 @@ def looped_attention(q: Tensor, k: Tensor, v: Tensor, out: Tensor, layer_name: s
         out.zero_()
         return
     batch = metadata[layer_name]
-    q, k, v, own = (x[: batch.tokens].unflatten(-1, (-1, layer.head_dim)) for x in (q, k, v, out))
-    own.copy_(layer.attend(loop, q, k, v, batch))
+    q, k, v, out = (x[: batch.tokens].unflatten(-1, (-1, layer.head_dim)) for x in (q, k, v, out))
+    layer.attend(loop, q, k, v, batch, out)
 
 
 def _looped_attention_fake(q: Tensor, k: Tensor, v: Tensor, out: Tensor, layer_name: str, loop: int) -> None:

@@ -40,7 +40,7 @@ def check_paged(paged: PackedPages, groups: int, kv_heads: int, device: torch.de
     begun, layout = time.monotonic(), paged.layout
     shape = KVShape(layout.groups * layout.config.loops, 1, kv_heads, layout.head_dim)
     rotations = {
-        (group, 0, kind): paged.rotations.get(group, paged.layer, kind)
+        (group, 0, kind): paged.rotation(group, kind)
         for group in range(layout.groups)
         for kind in "kv"
     }
@@ -51,12 +51,16 @@ def check_paged(paged: PackedPages, groups: int, kv_heads: int, device: torch.de
     for size in PIECES:
         batch = _trial_batch(done, size, paged.page_tokens, device)
         steps = _trial_states(generator, shape, groups, 2 * size, device)
+        staged = pages.new_empty(
+            2, shape.loops, 2 * size, kv_heads, shape.head_dim, dtype=paged.step_dtype
+        )
         for loop, (q, k, v) in enumerate(steps):
-            out = paged.attend(loop, q, paged.of_step(k), paged.of_step(v), pages, batch)
+            paged.stage(staged[:, loop], k, v)
+            out = paged.attend(loop, q, *staged[:, loop], pages, batch)
             own = (x.unflatten(0, (2, size)) for x in (q, k, v))
             difference = (out.unflatten(0, (2, size)) - reference(loop, 0, *own)).abs().max().item()
             worst = difference if difference != difference else max(worst, difference)
-        paged.write(pages, batch.slots, *(paged.of_step(torch.stack(x)) for x in list(zip(*steps))[1:]))
+        paged.write(pages, batch.slots, *staged)
         done += size
     if not worst <= TOLERANCE:
         raise ResidualQuantError(
@@ -71,8 +75,10 @@ def _trial_batch(done: int, size: int, page_tokens: int, device: torch.device) -
     """Two requests that have ``done`` tokens and get ``size`` more; their pages are neither in order nor adjacent."""
     table = torch.tensor([[7, 2, 5, 8], [1, 6, 3, 4]], dtype=torch.int32, device=device)
     columns = torch.arange(done, done + size, device=device)
+    starts = torch.tensor([0, size, 2 * size], dtype=torch.int32)
     return StepBatch(
-        query_start=torch.tensor([0, size, 2 * size]),
+        query_start=starts.to(device),
+        query_start_cpu=starts,
         seq_lens=torch.full((2,), done + size, dtype=torch.int32, device=device),
         block_table=table,
         slots=(table[:, columns // page_tokens] * page_tokens + columns % page_tokens).flatten(),
