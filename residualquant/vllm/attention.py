@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from vllm.config import VllmConfig, get_current_vllm_config
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
-from vllm.model_executor.models.utils import extract_layer_index
 from vllm.utils.torch_utils import direct_register_custom_op
 from vllm.v1.attention.backend import AttentionBackend
 
@@ -39,14 +38,13 @@ class LoopedAttention(nn.Module, AttentionLayerBase):
         self._pages: Tensor | None = None
         vllm_config = get_current_vllm_config()
         self._cache_config = vllm_config.cache_config
-        self.layers = vllm_config.model_config.hf_config.num_hidden_layers
         # K and V of every loop of the step in hand; allocated once, so that a captured graph finds it where it was.
         tokens = vllm_config.scheduler_config.max_num_batched_tokens
         self.staged = torch.zeros(2, loops, tokens, kv_heads, head_dim, dtype=paged.step_dtype)
-        context = vllm_config.compilation_config.static_forward_context
-        if name in context:
+        self._layers = vllm_config.compilation_config.static_forward_context
+        if name in self._layers:
             raise ValueError(f"attention layers need different names, got {name!r} twice")
-        context[name] = self
+        self._layers[name] = self
 
     @property
     def kv_cache(self) -> Tensor | None:
@@ -62,8 +60,9 @@ class LoopedAttention(nn.Module, AttentionLayerBase):
         if tuple(pages.shape[1:]) != expected:
             raise ValueError(f"{self.layer_name} needs pages of [H, bytes] = {expected}, got {tuple(pages.shape[1:])}")
         self._pages = pages
-        if len(pages) == self._cache_config.num_gpu_blocks and extract_layer_index(self.layer_name) == 0:
-            report_pages(self)
+        layers = [layer for layer in self._layers.values() if isinstance(layer, LoopedAttention)]
+        if len(pages) == self._cache_config.num_gpu_blocks and all(layer.kv_cache is not None for layer in layers):
+            report_pages(layers)
 
     def get_attn_backend(self) -> type[AttentionBackend]:
         return LoopedBackend

@@ -195,8 +195,7 @@ class PackedPages(PagedKV):
         for group in range(self.layout.groups):
             loops = slice(group * config.loops, (group + 1) * config.loops)
             packed = (
-                encode(x[loops][:, stored], config, self.rotation(group, kind))
-                for x, kind in ((k, "k"), (v, "v"))
+                encode(x[loops][:, stored], config, self.rotation(group, kind)) for x, kind in ((k, "k"), (v, "v"))
             )
             write_pages(pages, self.layout, where, *packed, group=group)
 

@@ -39,11 +39,7 @@ def check_paged(paged: PackedPages, groups: int, kv_heads: int, device: torch.de
     """
     begun, layout = time.monotonic(), paged.layout
     shape = KVShape(layout.groups * layout.config.loops, 1, kv_heads, layout.head_dim)
-    rotations = {
-        (group, 0, kind): paged.rotation(group, kind)
-        for group in range(layout.groups)
-        for kind in "kv"
-    }
+    rotations = {(group, 0, kind): paged.rotation(group, kind) for group in range(layout.groups) for kind in "kv"}
     reference = PackedAttention(PackedCache(shape, layout.config, rotations))
     pages = torch.full((9, kv_heads, layout.page_bytes_per_head), 255, dtype=torch.uint8, device=device)
     generator = torch.Generator().manual_seed(0)
@@ -51,9 +47,7 @@ def check_paged(paged: PackedPages, groups: int, kv_heads: int, device: torch.de
     for size in PIECES:
         batch = _trial_batch(done, size, paged.page_tokens, device)
         steps = _trial_states(generator, shape, groups, 2 * size, device)
-        staged = pages.new_empty(
-            2, shape.loops, 2 * size, kv_heads, shape.head_dim, dtype=paged.step_dtype
-        )
+        staged = pages.new_empty(2, shape.loops, 2 * size, kv_heads, shape.head_dim, dtype=paged.step_dtype)
         for loop, (q, k, v) in enumerate(steps):
             paged.stage(staged[:, loop], k, v)
             out = paged.attend(loop, q, *staged[:, loop], pages, batch)
@@ -99,17 +93,16 @@ def _trial_states(
     return loops
 
 
-def report_pages(layer: LoopedAttention) -> None:
-    """Log what a token costs in all layers of this process, given one of them, and how many fit."""
-    layers, paged, blocks = layer.layers, layer.paged, len(layer.kv_cache)
-    token = layers * layer.kv_heads * paged.token_bytes
-    bf16 = layers * layer.kv_heads * 2 * layer.loops * layer.head_dim * BF16_BYTES
-    fit = blocks * paged.page_tokens
+def report_pages(layers: list[LoopedAttention]) -> None:
+    """Log what a token costs in this process, given all its layers, and how many fit."""
+    token = sum(layer.kv_heads * layer.paged.token_bytes for layer in layers)
+    bf16 = sum(layer.kv_heads * 2 * layer.loops * layer.head_dim * BF16_BYTES for layer in layers)
+    fit = len(layers[0].kv_cache) * layers[0].paged.page_tokens
     logger.info(
         "residualquant: KV of one token takes %s bytes, in BF16 %s (%.2fx)", f"{token:,}", f"{bf16:,}", bf16 / token
     )
     logger.info("residualquant: %s tokens fit (BF16: %s)", f"{fit:,}", f"{fit * token // bf16:,}")
     logger.info(
         "residualquant: staging takes %s bytes for steps of up to %s tokens (max_num_batched_tokens)",
-        f"{layers * layer.staged.nbytes:,}", f"{layer.staged.shape[2]:,}",
+        f"{sum(layer.staged.nbytes for layer in layers):,}", f"{layers[0].staged.shape[2]:,}",
     )  # fmt: skip

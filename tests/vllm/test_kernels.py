@@ -85,16 +85,17 @@ def test_a_mixed_step_with_padding_is_what_the_plain_pages_make_of_it():
 
     table = torch.randperm(15, generator=draw).int().view(5, 3).to(DEVICE)
     pasts, new = [17, 5, 20, 0, 0], [1, 1, 7, 18, 0]
-    slots = [
-        table[row, torch.arange(past, past + count) // S].long() * S + torch.arange(past, past + count).to(DEVICE) % S
-        for row, (past, count) in enumerate(zip(pasts, new))
-    ]
-    known = [table[row, torch.arange(p) // S].long() * S + torch.arange(p).to(DEVICE) % S for row, p in enumerate(pasts)]
+    known, slots = [], []
+    for row, (past, count) in enumerate(zip(pasts, new)):
+        tokens = torch.arange(past + count, device=DEVICE)
+        places = table[row, tokens // S].long() * S + tokens % S
+        known.append(places[:past])
+        slots.append(places[past:])
     starts = torch.tensor([0, *new]).cumsum(0).int()
     batch = StepBatch(
         query_start=starts.to(DEVICE), query_start_cpu=starts,
         seq_lens=torch.tensor([p + n for p, n in zip(pasts, new)], dtype=torch.int32, device=DEVICE),
-        block_table=table, slots=torch.cat([*slots]), decodes=2,
+        block_table=table, slots=torch.cat(slots), decodes=2,
     )  # fmt: skip
     filled, step = states(sum(pasts)), states(sum(new))
     q = torch.randn(4, sum(new), 2 * HEADS, HEAD_DIM, generator=draw).bfloat16().float().to(DEVICE)

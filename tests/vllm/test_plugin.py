@@ -226,7 +226,9 @@ def paged(kind=PackedPages, **overrides):
     stand_in = SimpleNamespace(
         additional_config={"residualquant": settings.config.to_dict()},
         model_config=SimpleNamespace(
-            hf_config=SimpleNamespace(total_ut_steps=4, num_hidden_layers=2, num_key_value_heads=2, head_dim=128)
+            hf_config=SimpleNamespace(
+                model_type="ouro", total_ut_steps=4, num_hidden_layers=2, num_key_value_heads=2, head_dim=128
+            )
         ),
     )
     rotations = layer_rotations(stand_in, slice(0, 2), torch.device("cpu"))
