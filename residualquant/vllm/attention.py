@@ -53,7 +53,7 @@ class LoopedAttention(nn.Module, AttentionLayerBase):
 
     @kv_cache.setter
     def kv_cache(self, pages: Tensor) -> None:
-        if not pages.numel():  # vLLM takes back the few pages that it measured the memory of CUDA graphs with
+        if not len(pages):  # vLLM takes back the few pages that it measured the memory of CUDA graphs with
             self._pages = None
             return
         expected = (self.kv_heads, self.paged.page_tokens * self.paged.token_bytes)
