@@ -28,12 +28,13 @@ if __name__ == "__main__":
     print("TOKENS", json.dumps([list(o.outputs[0].token_ids) for o in outputs]))
 """
 TWO_PROCESSES = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp", "enforce_eager": True}
+ALL_PROCESSES = {"TORCH_COMPILE_DISABLE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
 
 
 @pytest.mark.parametrize(
     ("options", "environment", "said"),
     [
-        (TWO_PROCESSES, {"TORCH_COMPILE_DISABLE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}, "KV of one token takes 1,584 bytes"),
+        (TWO_PROCESSES, ALL_PROCESSES, "KV of one token takes 1,584 bytes"),
         ({}, {"TORCH_COMPILE_DISABLE": "0"}, "DYNAMO_TRACE_ONCE"),
     ],
     ids=["two processes", "compiled"],
