@@ -8,8 +8,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from residualquant.errors import ResidualQuantError
-from residualquant.models.loading import model_folder
-from residualquant.models.ouro import OuroConfig
+from residualquant.models.loading import ARCHITECTURES, model_folder
 from residualquant.vllm import VLLM_VERSION
 from residualquant.vllm.settings import MODELS, NAME, Settings, kv_shape
 
@@ -34,7 +33,7 @@ def serve_command(model: str, settings: Mapping[str, Any], extra: Sequence[str] 
     architecture = (values.get("architectures") or ["a model without architectures"])[0]
     if architecture not in MODELS:
         raise ResidualQuantError(f"residualquant serves looped models ({', '.join(MODELS)}), got {architecture}")
-    Settings.read(settings, kv_shape(OuroConfig.from_dict(values)))
+    Settings.read(settings, kv_shape(ARCHITECTURES[values["model_type"]][0].from_dict(values)))
     return [
         "vllm", "serve", str(folder),
         "--served-model-name", model,
