@@ -73,6 +73,13 @@ def test_the_self_check_passes_with_kernels(label, overrides, loops, query_group
     assert check_paged(both(config, query_groups, loops)[1], query_groups, HEADS, DEVICE) < TOLERANCE
 
 
+def test_the_self_check_says_where_its_tensors_lie():
+    """vLLM builds a model with the GPU as default device; what is made without a device would land on this one."""
+    own = both(preset("INT2/4 g=32", rotation="hadamard"))[1]
+    with torch.device("meta"):
+        assert check_paged(own, 1, HEADS, DEVICE) < TOLERANCE
+
+
 def test_a_mixed_step_with_padding_is_what_the_plain_pages_make_of_it():
     """Two decodes, a piece of a prompt, a whole prompt, and a request and a token that are padding."""
     plain, kernels = both(preset("INT2/4 g=32", rotation="optr_h"), query_groups=2)
