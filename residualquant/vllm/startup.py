@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -25,6 +27,22 @@ BF16_BYTES = 2
 logger = init_logger("vllm.residualquant")  # vLLM shows what is logged under its own name
 
 
+def _on_one_thread(check: Callable[..., float]) -> Callable[..., float]:
+    """``check`` on one CPU thread: its tensors are so small that waiting for threads on a busy machine takes longer."""
+
+    @functools.wraps(check)
+    def run(*args, **kwargs) -> float:
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        try:
+            return check(*args, **kwargs)
+        finally:
+            torch.set_num_threads(threads)
+
+    return run
+
+
+@_on_one_thread
 def check_paged(paged: PackedPages, groups: int, kv_heads: int, device: torch.device) -> float:
     """Run a prompt and two decode steps of two requests through scattered pages and through the reference cache.
 

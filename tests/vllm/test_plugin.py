@@ -1,5 +1,6 @@
 """What is registered, what is refused and how, and the self-check; no engine is started."""
 
+import contextlib
 import json
 from dataclasses import replace
 from types import SimpleNamespace
@@ -242,6 +243,20 @@ def test_the_self_check_passes_what_is_right(overrides, groups):
 def test_the_self_check_finds_what_is_wrong(kind):
     with pytest.raises(ResidualQuantError, match="differs from the reference"):
         check_paged(paged(kind), 1, 2, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("kind", [PackedPages, Forgetful])
+def test_the_self_check_takes_one_thread_and_gives_the_others_back(kind, monkeypatch):
+    threads, seen = torch.get_num_threads(), []
+    write = kind.write
+    monkeypatch.setattr(kind, "write", lambda *a: (seen.append(torch.get_num_threads()), write(*a)))
+    torch.set_num_threads(3)
+    try:
+        with contextlib.suppress(ResidualQuantError):
+            check_paged(paged(kind), 1, 2, torch.device("cpu"))
+        assert set(seen) == {1} and torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(threads)
 
 
 def test_padding_is_neither_attended_to_nor_written():
