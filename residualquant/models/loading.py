@@ -167,7 +167,7 @@ def load_model(
     device: str | torch.device | None = None,
     dtype: torch.dtype | None = None,
 ) -> LoopedModel:
-    """A looped model in eval mode, with ``tokenizer``, ``name`` and ``weights_hash`` set.
+    """A looped model in eval mode, with ``tokenizer``, ``name``, ``weights_hash`` and ``folder`` set.
 
     Args:
         name_or_path: a folder, a shipped model's name, or a hub id such as ``ByteDance/Ouro-1.4B``.
@@ -189,7 +189,7 @@ def load_model(
     weights = _checked(model, weights, folder.name)
     model.load_state_dict({k: v.to(device, dtype) for k, v in weights.items()}, assign=True)
     model.eval().requires_grad_(False)
-    model.name, model.weights_hash = folder.name, weights_hash
+    model.name, model.weights_hash, model.folder = folder.name, weights_hash, folder
     if (file := folder / "tokenizer.json").is_file():
         model.tokenizer = _read_tokenizer(file)
     return model

@@ -11,6 +11,7 @@
 | hf_config.py | configuration classes, so that no checkpoint's code is run |
 | startup.py | self-check and log lines at start |
 | serve.py | ``residualquant serve`` |
+| decode.py | ``residualquant eval --engine vllm`` |
 
 This is the only place that imports vLLM. A token's page is complete when its last loop is done, so three things differ
 from a plain cache: the step's own K and V are staged, attention joins the packed past with the staged step (Sec. 4),

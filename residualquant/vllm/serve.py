@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any
 
 from residualquant.errors import ResidualQuantError
@@ -30,10 +31,7 @@ def serve_command(model: str, settings: Mapping[str, Any], extra: Sequence[str] 
         ValueError: settings that cannot be served.
     """
     folder = model_folder(model)
-    values = json.loads((folder / "config.json").read_text())
-    architecture = (values.get("architectures") or ["a model without architectures"])[0]
-    if architecture not in MODELS:
-        raise ResidualQuantError(f"residualquant serves looped models ({', '.join(MODELS)}), got {architecture}")
+    values = check_served(folder)
     Settings.read(settings, kv_shape(OuroConfig.from_dict(values)))
     return [
         "vllm", "serve", str(folder),
@@ -42,6 +40,15 @@ def serve_command(model: str, settings: Mapping[str, Any], extra: Sequence[str] 
         "--additional-config", json.dumps({NAME: dict(settings)}),
         *extra,
     ]  # fmt: skip
+
+
+def check_served(folder: Path) -> dict[str, Any]:
+    """``config.json`` of a checkpoint; raises ResidualQuantError unless it is of a model that the plugin serves."""
+    values = json.loads((folder / "config.json").read_text())
+    architecture = (values.get("architectures") or ["a model without architectures"])[0]
+    if architecture not in MODELS:
+        raise ResidualQuantError(f"residualquant serves looped models ({', '.join(MODELS)}), got {architecture}")
+    return values
 
 
 def check_installed() -> None:
