@@ -11,12 +11,11 @@ from torch import Tensor, nn
 from vllm.config import VllmConfig, get_current_vllm_config
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
-from vllm.model_executor.models.utils import extract_layer_index
 from vllm.utils.torch_utils import direct_register_custom_op
 from vllm.v1.attention.backend import AttentionBackend
 
 from residualquant.vllm.backend import LoopedBackend, LoopedKVSpec
-from residualquant.vllm.paged import PagedKV
+from residualquant.vllm.paged import PagedKV, StepBatch
 from residualquant.vllm.startup import report_pages
 
 OP_NAME = "vllm::residualquant_looped_attention"
@@ -38,14 +37,14 @@ class LoopedAttention(nn.Module, AttentionLayerBase):
         self.layer_name = name
         self._pages: Tensor | None = None
         vllm_config = get_current_vllm_config()
-        self.layers = vllm_config.model_config.hf_config.num_hidden_layers
+        self._cache_config = vllm_config.cache_config
         # K and V of every loop of the step in hand; allocated once, so that a captured graph finds it where it was.
         tokens = vllm_config.scheduler_config.max_num_batched_tokens
         self.staged = torch.zeros(2, loops, tokens, kv_heads, head_dim, dtype=paged.step_dtype)
-        context = vllm_config.compilation_config.static_forward_context
-        if name in context:
+        self._layers = vllm_config.compilation_config.static_forward_context
+        if name in self._layers:
             raise ValueError(f"attention layers need different names, got {name!r} twice")
-        context[name] = self
+        self._layers[name] = self
 
     @property
     def kv_cache(self) -> Tensor | None:
@@ -54,12 +53,16 @@ class LoopedAttention(nn.Module, AttentionLayerBase):
 
     @kv_cache.setter
     def kv_cache(self, pages: Tensor) -> None:
+        if not len(pages):  # vLLM takes back the few pages that it measured the memory of CUDA graphs with
+            self._pages = None
+            return
         expected = (self.kv_heads, self.paged.page_tokens * self.paged.token_bytes)
         if tuple(pages.shape[1:]) != expected:
             raise ValueError(f"{self.layer_name} needs pages of [H, bytes] = {expected}, got {tuple(pages.shape[1:])}")
         self._pages = pages
-        if extract_layer_index(self.layer_name) == 0:
-            report_pages(self)
+        layers = [layer for layer in self._layers.values() if isinstance(layer, LoopedAttention)]
+        if len(pages) == self._cache_config.num_gpu_blocks and all(layer.kv_cache is not None for layer in layers):
+            report_pages(layers)
 
     def get_attn_backend(self) -> type[AttentionBackend]:
         return LoopedBackend
@@ -83,15 +86,13 @@ class LoopedAttention(nn.Module, AttentionLayerBase):
         torch.ops.vllm.residualquant_looped_attention(q, k, v, out, self.layer_name, loop)
         return out
 
-    def attend(self, loop: int, q: Tensor, k: Tensor, v: Tensor, batch) -> Tensor:
-        """One loop of a step: q [T, Hq, D], k and v [T, H, D], to [T, Hq, D]; the last loop fills the pages."""
+    def attend(self, loop: int, q: Tensor, k: Tensor, v: Tensor, batch: StepBatch, out: Tensor) -> None:
+        """One loop of a step: q [T, Hq, D], k and v [T, H, D], into out [T, Hq, D]; the last loop fills the pages."""
         staged = self.staged[:, :, : len(q)]
-        for kept, given in zip(staged[:, loop], (k, v)):
-            kept.copy_(self.paged.of_step(given))
-        out = self.paged.attend(loop, q, *staged[:, loop], self.kv_cache, batch)
+        self.paged.stage(staged[:, loop], k, v)
+        self.paged.attend(loop, q, *staged[:, loop], self.kv_cache, batch, out)
         if loop == self.loops - 1:
             self.paged.write(self.kv_cache, batch.slots, *staged)
-        return out
 
 
 def looped_attention(q: Tensor, k: Tensor, v: Tensor, out: Tensor, layer_name: str, loop: int) -> None:
@@ -103,8 +104,8 @@ def looped_attention(q: Tensor, k: Tensor, v: Tensor, out: Tensor, layer_name: s
         out.zero_()
         return
     batch = metadata[layer_name]
-    q, k, v, own = (x[: batch.tokens].unflatten(-1, (-1, layer.head_dim)) for x in (q, k, v, out))
-    own.copy_(layer.attend(loop, q, k, v, batch))
+    q, k, v, out = (x[: batch.tokens].unflatten(-1, (-1, layer.head_dim)) for x in (q, k, v, out))
+    layer.attend(loop, q, k, v, batch, out)
 
 
 def _looped_attention_fake(q: Tensor, k: Tensor, v: Tensor, out: Tensor, layer_name: str, loop: int) -> None:

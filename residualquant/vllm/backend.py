@@ -64,7 +64,10 @@ class LoopedMetadata(StepBatch, AttentionMetadata):
 
 
 class LoopedMetadataBuilder(AttentionMetadataBuilder[LoopedMetadata]):
-    """From vLLM's common metadata to :class:`LoopedMetadata`, without waiting for the device."""
+    """From vLLM's common metadata to :class:`LoopedMetadata`, without waiting for the device.
+
+    Steps in which every request has one token run as CUDA graphs, others eagerly: prompts differ in too many ways.
+    """
 
     _cudagraph_support = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
 
@@ -77,10 +80,11 @@ class LoopedMetadataBuilder(AttentionMetadataBuilder[LoopedMetadata]):
     ) -> LoopedMetadata:
         common = common_attn_metadata
         return LoopedMetadata(
-            query_start=common.query_start_loc_cpu,
+            query_start=common.query_start_loc,
+            query_start_cpu=common.query_start_loc_cpu,
             seq_lens=common.seq_lens,
             block_table=common.block_table_tensor,
-            slots=common.slot_mapping,
+            slots=common.slot_mapping[: common.num_actual_tokens],
             decodes=split_decodes_and_prefills(common, decode_threshold=1)[0],
             tokens=common.num_actual_tokens,
         )

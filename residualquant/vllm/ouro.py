@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 from vllm.compilation.decorators import support_torch_compile
 from vllm.config import VllmConfig
-from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 from vllm.model_executor.layers.activation import SiluAndMul
 from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
@@ -21,21 +20,16 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, 
 from vllm.model_executor.models.utils import AutoWeightsLoader, WeightsMapper, maybe_prefix
 from vllm.sequence import IntermediateTensors
 
-from residualquant.layout import PageLayout
-from residualquant.vllm.attention import LoopedAttention
-from residualquant.vllm.paged import PackedPages, PagedKV, RawPages
-from residualquant.vllm.settings import kv_shape, layer_rotations, settings_of
-from residualquant.vllm.startup import check_paged
+from residualquant.vllm.layers import AttentionLayers
 
 
 class OuroAttention(nn.Module):
     """Projections and rotary embedding of one layer, shared by its loops, around its looped attention."""
 
-    def __init__(self, config, paged: PagedKV, quant_config, prefix: str):
+    def __init__(self, config, attention: AttentionLayers, layer: int, quant_config, prefix: str):
         super().__init__()
-        size, dim = get_tensor_model_parallel_world_size(), config.head_dim
-        heads, kv_heads = config.num_attention_heads // size, config.num_key_value_heads // size
-        self.widths = [heads * dim, kv_heads * dim, kv_heads * dim]
+        dim = config.head_dim
+        self.widths = [attention.heads * dim, attention.kv_heads * dim, attention.kv_heads * dim]
         self.qkv_proj = QKVParallelLinear(
             config.hidden_size, dim, config.num_attention_heads, config.num_key_value_heads,
             bias=False, quant_config=quant_config, prefix=f"{prefix}.qkv_proj",
@@ -47,7 +41,7 @@ class OuroAttention(nn.Module):
         self.rotary_emb = get_rope(
             dim, max_position=config.max_position_embeddings, rope_parameters=config.rope_parameters
         )
-        self.attn = LoopedAttention(paged, config.total_ut_steps, heads, kv_heads, dim, f"{prefix}.attn")
+        self.attn = attention.make(layer, f"{prefix}.attn")
 
     def forward(self, loop: int, positions: Tensor, h: Tensor) -> Tensor:
         qkv, _ = self.qkv_proj(h)
@@ -81,9 +75,9 @@ class OuroMLP(nn.Module):
 class OuroLayer(nn.Module):
     """One layer with norms before and after each sub-block; the norms before it also add the residual stream."""
 
-    def __init__(self, config, paged: PagedKV, quant_config, prefix: str):
+    def __init__(self, config, attention: AttentionLayers, layer: int, quant_config, prefix: str):
         super().__init__()
-        self.self_attn = OuroAttention(config, paged, quant_config, f"{prefix}.self_attn")
+        self.self_attn = OuroAttention(config, attention, layer, quant_config, f"{prefix}.self_attn")
         self.mlp = OuroMLP(config, quant_config, f"{prefix}.mlp")
         for name in (
             "input_layernorm", "input_layernorm_2", "post_attention_layernorm", "post_attention_layernorm_2"
@@ -111,9 +105,10 @@ class OuroTrunk(nn.Module):
             config.vocab_size, config.hidden_size,
             quant_config=vllm_config.quant_config, prefix=f"{prefix}.embed_tokens",
         )  # fmt: skip
+        attention = AttentionLayers(vllm_config)
         self.layers = nn.ModuleList(
-            OuroLayer(config, paged, vllm_config.quant_config, f"{prefix}.layers.{index}")
-            for index, paged in enumerate(paged_layers(vllm_config))
+            OuroLayer(config, attention, layer, vllm_config.quant_config, f"{prefix}.layers.{layer}")
+            for layer in range(config.num_hidden_layers)
         )
         self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
@@ -131,24 +126,6 @@ class OuroTrunk(nn.Module):
                 h, residual = layer(loop, positions, h, residual)
             h, _ = self.norm(h, residual)
         return h
-
-
-def paged_layers(vllm_config: VllmConfig) -> list[PagedKV]:
-    """How the K and V of every layer lie in pages, checked by a trial on the device the model is on."""
-    hf_config, model_config = vllm_config.model_config.hf_config, vllm_config.model_config
-    shape, settings = kv_shape(hf_config), settings_of(vllm_config)
-    page_tokens = vllm_config.cache_config.block_size
-    device = torch.get_default_device()
-    kv_heads = shape.kv_heads // get_tensor_model_parallel_world_size()
-    if settings.config.is_off:
-        paged = RawPages(shape.loops, shape.head_dim, model_config.dtype, page_tokens)
-        return [paged] * shape.layers
-    first = get_tensor_model_parallel_rank() * kv_heads
-    rotations = layer_rotations(vllm_config, slice(first, first + kv_heads), device)
-    layout = PageLayout(settings.config, shape.head_dim, page_tokens, shape.loops // settings.config.loops)
-    layers: list[PagedKV] = [PackedPages(layout, rotations, layer) for layer in range(shape.layers)]
-    check_paged(layers[0], hf_config.num_attention_heads // shape.kv_heads, kv_heads, device)
-    return layers
 
 
 class OuroForCausalLM(nn.Module):

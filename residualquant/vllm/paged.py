@@ -2,23 +2,25 @@
 
 A page holds ``page_tokens`` tokens of one layer, all loops, K and V: uint8 [blocks, H, page bytes]. :class:`RawPages`
 keeps values as they are, :class:`PackedPages` keeps what the codec makes of them, laid out as
-:class:`residualquant.layout.PageLayout` says. A kernel replaces :meth:`PagedKV.write` and :meth:`PagedKV.attend`;
-nothing else here knows how they work.
+:class:`residualquant.layout.PageLayout` says. On a GPU kernels do what PackedPages does
+(:mod:`residualquant.vllm.paged_cuda`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from residualquant.attention import attend_past_and_step, attend_prompt, to_bf16
+from residualquant.attention import attend_past_and_step, attend_prompt, make_finite_
 from residualquant.cache import LayerRotations
 from residualquant.layout import PageLayout
 from residualquant.pages import read_pages, write_pages
 from residualquant.residual import decode, encode
+from residualquant.rotation import Rotation
 
 
 @dataclass(frozen=True)
@@ -26,24 +28,36 @@ class StepBatch:
     """The requests of one step: first those with a single token, ``decodes`` of them, then longer pieces of prompts.
 
     Attributes:
-        query_start: int [R + 1], first token of each request within the step, on the host.
-        seq_lens: int [R], tokens of each request, past and step.
-        block_table: int [R, blocks], its pages in order.
+        query_start: int32 [R + 1], first token of each request within the step.
+        query_start_cpu: the same on the host.
+        seq_lens: int32 [R], tokens of each request, past and step; 0 for a request that is padding.
+        block_table: int32 [R, blocks], its pages in order.
         slots: int [T], where each token of the step goes: token ``slot mod S`` of page ``slot // S``; -1: nowhere.
         decodes: requests with one token.
     """
 
     query_start: Tensor
+    query_start_cpu: Tensor
     seq_lens: Tensor
     block_table: Tensor
     slots: Tensor
     decodes: int
 
+    @cached_property
+    def decode_pasts(self) -> Tensor:
+        """int32 [decodes], tokens before this step of the requests with one token."""
+        return (self.seq_lens[: self.decodes] - 1).clamp_(min=0)
+
+    @cached_property
+    def longest(self) -> int:
+        """The most tokens that a request has in this step."""
+        return int(self.query_start_cpu.diff().max())
+
     def parts(self) -> Iterator[tuple[slice, slice]]:
         """(requests, tokens) of what is attended together: all decodes, then every longer piece by itself."""
         if self.decodes:
             yield slice(0, self.decodes), slice(0, self.decodes)
-        starts = self.query_start.tolist()
+        starts = self.query_start_cpu.tolist()
         for row in range(self.decodes, len(starts) - 1):
             if starts[row] < starts[row + 1]:
                 yield slice(row, row + 1), slice(starts[row], starts[row + 1])
@@ -62,9 +76,10 @@ class PagedKV:
     token_bytes: int
     step_dtype: torch.dtype
 
-    def of_step(self, x: Tensor) -> Tensor:
-        """K or V [T, H, D] of the step as attention reads it."""
-        return x
+    def stage(self, staged: Tensor, k: Tensor, v: Tensor) -> None:
+        """Keep K and V [T, H, D] of one loop of the step as attention reads them, in ``staged`` [2, T, H, D]."""
+        staged[0].copy_(k)
+        staged[1].copy_(v)
 
     def write(self, pages: Tensor, slots: Tensor, k: Tensor, v: Tensor) -> None:
         """Put the tokens of a step into their pages.
@@ -84,19 +99,22 @@ class PagedKV:
         """The rotations of K and of V that :meth:`past` is in."""
         return None, None
 
-    def attend(self, loop: int, q: Tensor, k: Tensor, v: Tensor, pages: Tensor, batch: StepBatch) -> Tensor:
+    def attend(
+        self, loop: int, q: Tensor, k: Tensor, v: Tensor, pages: Tensor, batch: StepBatch, out: Tensor | None = None
+    ) -> Tensor:
         """Attention of a step over its requests' pages and over itself, causal within the step (Sec. 4).
 
         Args:
             loop: from 0.
-            q: [T, Hq, D]; k, v: [T, H, D], of this loop and step, as :meth:`of_step` gives them.
+            q: [T, Hq, D]; k, v: [T, H, D], of this loop and step, as :meth:`stage` keeps them.
             pages: uint8 [blocks, H, S * token_bytes].
             batch: whose tokens these are.
+            out: [T, Hq, D] to write to, in the dtype of q; made by default.
 
         Returns:
-            [T, Hq, D] in the dtype of q.
+            ``out``.
         """
-        out = torch.zeros_like(q)
+        out = torch.empty_like(q) if out is None else out
         for rows, tokens in batch.parts():
             count = rows.stop - rows.start
             own = [x[tokens].unflatten(0, (count, -1)) for x in (q, k, v)]
@@ -163,8 +181,13 @@ class PackedPages(PagedKV):
         self.page_tokens = layout.page_tokens
         self.token_bytes = layout.page_bytes_per_head // layout.page_tokens
 
-    def of_step(self, x: Tensor) -> Tensor:
-        return to_bf16(x)
+    def rotation(self, group: int, kind: str) -> Rotation | None:
+        """The rotation of K ("k") or V ("v") of one loop group."""
+        return self.rotations.get(group, self.layer, kind)
+
+    def stage(self, staged: Tensor, k: Tensor, v: Tensor) -> None:
+        super().stage(staged, k, v)
+        make_finite_(staged)
 
     def write(self, pages: Tensor, slots: Tensor, k: Tensor, v: Tensor) -> None:
         stored = slots >= 0
@@ -172,15 +195,14 @@ class PackedPages(PagedKV):
         for group in range(self.layout.groups):
             loops = slice(group * config.loops, (group + 1) * config.loops)
             packed = (
-                encode(x[loops][:, stored], config, self.rotations.get(group, self.layer, kind))
-                for x, kind in ((k, "k"), (v, "v"))
+                encode(x[loops][:, stored], config, self.rotation(group, kind)) for x, kind in ((k, "k"), (v, "v"))
             )
             write_pages(pages, self.layout, where, *packed, group=group)
 
     def past(self, pages: Tensor, slots: Tensor, loop: int) -> tuple[Tensor, Tensor]:
         group, inner = divmod(loop, self.layout.config.loops)
         k, v = (
-            decode(replace(packed, rotation=self.rotations.get(group, self.layer, kind)), "rotated")[inner]
+            decode(replace(packed, rotation=self.rotation(group, kind)), "rotated")[inner]
             for packed, kind in zip(read_pages(pages, self.layout, slots, group), "kv")
         )
         return k, v

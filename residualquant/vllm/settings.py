@@ -83,10 +83,19 @@ def settings_of(vllm_config) -> Settings:
 
 
 def kv_shape(hf_config) -> KVShape:
-    """Shape of a looped model's KV cache, all heads."""
+    """Shape of the KV cache of a looped model's looped layers, all heads."""
+    if hf_config.model_type == "huginn_raven":
+        layers = hf_config.n_layers_in_recurrent_block
+        return KVShape(hf_config.mean_recurrence, layers, hf_config.n_heads, hf_config.head_dim)
     return KVShape(
         hf_config.total_ut_steps, hf_config.num_hidden_layers, hf_config.num_key_value_heads, hf_config.head_dim
     )
+
+
+def edge_shape(hf_config) -> KVShape:
+    """Shape of the KV cache of the layers of a looped model that run once, all heads."""
+    looped = kv_shape(hf_config)
+    return KVShape(1, hf_config.n_layers_in_prelude + hf_config.n_layers_in_coda, looped.kv_heads, looped.head_dim)
 
 
 def layer_rotations(vllm_config, heads: slice, device: torch.device) -> LayerRotations:
@@ -138,8 +147,25 @@ def check_config(vllm_config) -> None:
         if settings.rotations is not None:
             heads = slice(0, kv_shape(vllm_config.model_config.hf_config).kv_heads)
             layer_rotations(vllm_config, heads, torch.device("cpu"))
+        if not settings.config.is_off:
+            _check_kernels(vllm_config, settings.config)
     except ValueError as error:
         raise ResidualQuantError(f"additional_config: {error}") from error
+
+
+def _check_kernels(vllm_config, config: KVQuantConfig) -> None:
+    """Refuse what the kernels do not read, where there is a GPU."""
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cuda():
+        return
+    from residualquant.vllm.paged_cuda import why_not
+
+    head_dim, dtype = kv_shape(vllm_config.model_config.hf_config).head_dim, vllm_config.model_config.dtype
+    if needed := why_not(config, head_dim):
+        raise ValueError(f"the GPU kernels need {needed}")
+    if dtype == torch.float16:
+        raise ValueError("the GPU kernels read BF16, got dtype float16: its range is too small for K and V")
 
 
 def _refusals(vllm_config) -> list[tuple[bool, str]]:

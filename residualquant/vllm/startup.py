@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -57,24 +58,25 @@ def check_paged(paged: PackedPages, groups: int, kv_heads: int, device: torch.de
     """
     begun, layout = time.monotonic(), paged.layout
     shape = KVShape(layout.groups * layout.config.loops, 1, kv_heads, layout.head_dim)
-    rotations = {
-        (group, 0, kind): paged.rotations.get(group, paged.layer, kind)
-        for group in range(layout.groups)
-        for kind in "kv"
-    }
-    reference = PackedAttention(PackedCache(shape, layout.config, rotations))
+    rotations = {(group, 0, kind): paged.rotation(group, kind) for group in range(layout.groups) for kind in "kv"}
+    config = layout.config
+    if config.rotation != "none":  # by a name with which the cache takes these very matrices: kernels round them
+        config = replace(config, rotation="oscar")
+    reference = PackedAttention(PackedCache(shape, config, rotations))
     pages = torch.full((9, kv_heads, layout.page_bytes_per_head), 255, dtype=torch.uint8, device=device)
     generator = torch.Generator().manual_seed(0)
     worst, done = 0.0, 0
     for size in PIECES:
         batch = _trial_batch(done, size, paged.page_tokens, device)
         steps = _trial_states(generator, shape, groups, 2 * size, device)
+        staged = pages.new_empty(2, shape.loops, 2 * size, kv_heads, shape.head_dim, dtype=paged.step_dtype)
         for loop, (q, k, v) in enumerate(steps):
-            out = paged.attend(loop, q, paged.of_step(k), paged.of_step(v), pages, batch)
+            paged.stage(staged[:, loop], k, v)
+            out = paged.attend(loop, q, *staged[:, loop], pages, batch)
             own = (x.unflatten(0, (2, size)) for x in (q, k, v))
             difference = (out.unflatten(0, (2, size)) - reference(loop, 0, *own)).abs().max().item()
             worst = difference if difference != difference else max(worst, difference)
-        paged.write(pages, batch.slots, *(paged.of_step(torch.stack(x)) for x in list(zip(*steps))[1:]))
+        paged.write(pages, batch.slots, *staged)
         done += size
     if not worst <= TOLERANCE:
         raise ResidualQuantError(
@@ -89,8 +91,10 @@ def _trial_batch(done: int, size: int, page_tokens: int, device: torch.device) -
     """Two requests that have ``done`` tokens and get ``size`` more; their pages are neither in order nor adjacent."""
     table = torch.tensor([[7, 2, 5, 8], [1, 6, 3, 4]], dtype=torch.int32, device=device)
     columns = torch.arange(done, done + size, device=device)
+    starts = torch.tensor([0, size, 2 * size], dtype=torch.int32)
     return StepBatch(
-        query_start=torch.tensor([0, size, 2 * size]),
+        query_start=starts.to(device),
+        query_start_cpu=starts,
         seq_lens=torch.full((2,), done + size, dtype=torch.int32, device=device),
         block_table=table,
         slots=(table[:, columns // page_tokens] * page_tokens + columns % page_tokens).flatten(),
@@ -111,17 +115,16 @@ def _trial_states(
     return loops
 
 
-def report_pages(layer: LoopedAttention) -> None:
-    """Log what a token costs in all layers of this process, given one of them, and how many fit."""
-    layers, paged, blocks = layer.layers, layer.paged, len(layer.kv_cache)
-    token = layers * layer.kv_heads * paged.token_bytes
-    bf16 = layers * layer.kv_heads * 2 * layer.loops * layer.head_dim * BF16_BYTES
-    fit = blocks * paged.page_tokens
+def report_pages(layers: list[LoopedAttention]) -> None:
+    """Log what a token costs in this process, given all its layers, and how many fit."""
+    token = sum(layer.kv_heads * layer.paged.token_bytes for layer in layers)
+    bf16 = sum(layer.kv_heads * 2 * layer.loops * layer.head_dim * BF16_BYTES for layer in layers)
+    fit = len(layers[0].kv_cache) * layers[0].paged.page_tokens
     logger.info(
         "residualquant: KV of one token takes %s bytes, in BF16 %s (%.2fx)", f"{token:,}", f"{bf16:,}", bf16 / token
     )
     logger.info("residualquant: %s tokens fit (BF16: %s)", f"{fit:,}", f"{fit * token // bf16:,}")
     logger.info(
         "residualquant: staging takes %s bytes for steps of up to %s tokens (max_num_batched_tokens)",
-        f"{layers * layer.staged.nbytes:,}", f"{layer.staged.shape[2]:,}",
+        f"{sum(layer.staged.nbytes for layer in layers):,}", f"{layers[0].staged.shape[2]:,}",
     )  # fmt: skip

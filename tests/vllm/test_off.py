@@ -5,6 +5,8 @@ import random
 import pytest
 from vllm import ModelRegistry, SamplingParams
 
+from residualquant.vllm.layers import AttentionLayers
+
 TOLERANCE = 1e-4  # of a log-probability, FP32
 BLOCKS = 40  # of 16 tokens: less than eight long requests need
 BUDGET = 64  # tokens per step: most prompts are prefilled in chunks
@@ -60,6 +62,20 @@ def scheduler(engine):
 def test_the_two_models_are_not_the_same_code(ours, stock):
     names = [type(e.llm_engine.model_executor.driver_worker.worker.get_model()).__module__ for e in (ours, stock)]
     assert names == ["residualquant.vllm.ouro", "vllm.model_executor.models.ouro"]
+
+
+def test_vllms_own_attention_which_a_gpu_gets(start_engine, tiny_ouro, stock, monkeypatch):
+    init = AttentionLayers.__init__
+
+    def as_on_a_gpu(self, *args):
+        init(self, *args)
+        self._pages = None
+
+    monkeypatch.setattr(AttentionLayers, "__init__", as_on_a_gpu)
+    engine = start_engine(tiny_ouro, max_num_batched_tokens=BUDGET)
+    layers = engine.llm_engine.vllm_config.compilation_config.static_forward_context
+    assert {type(layer).__name__ for layer in layers.values()} == {"Attention"} and len(layers) == 8
+    compare(engine, stock, [prompt(n, n) for n in (1, 16, 100)], greedy(10))
 
 
 def test_plain(ours, stock):

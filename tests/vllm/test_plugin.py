@@ -216,8 +216,9 @@ class Forgetful(PackedPages):
 class Leaking(PackedPages):
     """Gives NaN where a request has no past."""
 
-    def attend(self, loop, q, k, v, pages, batch):
-        return super().attend(loop, q, k, v, pages, batch) * torch.where(batch.seq_lens.max() == 22, torch.nan, 1.0)
+    def attend(self, loop, q, k, v, pages, batch, out=None):
+        out = super().attend(loop, q, k, v, pages, batch, out)
+        return out * torch.where(batch.seq_lens.max() == 22, torch.nan, 1.0)
 
 
 def paged(kind=PackedPages, **overrides):
@@ -226,7 +227,9 @@ def paged(kind=PackedPages, **overrides):
     stand_in = SimpleNamespace(
         additional_config={"residualquant": settings.config.to_dict()},
         model_config=SimpleNamespace(
-            hf_config=SimpleNamespace(total_ut_steps=4, num_hidden_layers=2, num_key_value_heads=2, head_dim=128)
+            hf_config=SimpleNamespace(
+                model_type="ouro", total_ut_steps=4, num_hidden_layers=2, num_key_value_heads=2, head_dim=128
+            )
         ),
     )
     rotations = layer_rotations(stand_in, slice(0, 2), torch.device("cpu"))
@@ -268,8 +271,9 @@ def test_padding_is_neither_attended_to_nor_written():
     own.write(pages, torch.tensor([-1, -1, -1]), k, k)
     assert torch.equal(pages, filled)
     pages[2] = 255  # NaN scales in a page that nobody owns
+    starts = torch.tensor([0, 1, 2])
     batch = StepBatch(
-        query_start=torch.tensor([0, 1, 2]), seq_lens=torch.tensor([3, 1]),
+        query_start=starts, query_start_cpu=starts, seq_lens=torch.tensor([3, 1]),
         block_table=torch.tensor([[1, 2], [2, 2]]), slots=torch.tensor([19, 32]), decodes=2,
     )  # fmt: skip
     out = own.attend(0, torch.randn(2, 2, 128), k[0, :2], k[0, :2], pages, batch)

@@ -1,0 +1,136 @@
+"""Packed pages by kernels: the same steps as the plain pages take, on Triton's interpreter where there is no GPU."""
+
+import pytest
+import torch
+from triton.runtime import interpreter
+
+from residualquant.cache import LayerRotations
+from residualquant.config import KVQuantConfig, preset
+from residualquant.layout import PageLayout
+from residualquant.models.base import KVShape
+from residualquant.rotation import Rotation
+from residualquant.vllm.paged import PackedPages, StepBatch
+from residualquant.vllm.paged_cuda import KernelPages, Scratch, why_not
+from residualquant.vllm.startup import check_paged
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+HEADS, HEAD_DIM, S = 2, 64, 16
+TOLERANCE = 1e-2  # of an attention output of order 1: BF16 queries, FP16 products
+
+
+class InterpretedPages(KernelPages):
+    """Keeps the BF16 values of a step as FP32, which the interpreter multiplies right."""
+
+    step_dtype = torch.float32
+
+    def stage(self, staged, k, v):
+        super().stage(staged, k.bfloat16(), v.bfloat16())
+
+
+@pytest.fixture(autouse=True)
+def loaded_loop_bounds(monkeypatch):
+    """Let the interpreter take a loaded scalar (to it, an array of one element) as the bound of a loop."""
+    patch = interpreter._patch_lang_tensor
+
+    def patched(tensor, scope):
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    monkeypatch.setattr(interpreter, "_patch_lang_tensor", patched)
+
+
+def rotations_for(config, loops):
+    """Random ones, with means, where the configuration's are calibrated."""
+    draw, groups = torch.Generator().manual_seed(1), loops // config.loops
+    given = {}
+    for group in range(groups if config.rotation == "optr_h" else 0):
+        for kind in "kv":
+            matrix = torch.linalg.qr(torch.randn(HEADS, HEAD_DIM, HEAD_DIM, generator=draw))[0]
+            means = 0.3 * torch.randn(config.loops, HEADS, HEAD_DIM, generator=draw) if kind == "k" else None
+            given[group, 0, kind] = Rotation(matrix.half(), means)
+    return LayerRotations(config, KVShape(loops, 1, HEADS, HEAD_DIM), DEVICE, given)
+
+
+def both(config, query_groups=1, loops=4):
+    """The plain pages and those by kernels of one layer."""
+    layout, rotations = PageLayout(config, HEAD_DIM, S, loops // config.loops), rotations_for(config, loops)
+    scratch = Scratch(3, HEADS * query_groups, HEADS, HEAD_DIM, 64, DEVICE)
+    kernels = KernelPages if DEVICE.type == "cuda" else InterpretedPages
+    return PackedPages(layout, rotations, 0), kernels(layout, rotations, 0, scratch)
+
+
+@pytest.mark.parametrize("query_groups", [1, 2])
+@pytest.mark.parametrize(
+    ("label", "overrides", "loops"),
+    [
+        ("INT2/4 g=32", {"rotation": "hadamard"}, 4),
+        ("INT2 g=16", {"rotation": "optr_h", "loops": 2}, 4),
+        ("INT4 g=32", {"reference": "direct"}, 2),
+    ],
+)
+def test_the_self_check_passes_with_kernels(label, overrides, loops, query_groups):
+    config = preset(label, **({"loops": loops} | overrides))
+    assert check_paged(both(config, query_groups, loops)[1], query_groups, HEADS, DEVICE) < TOLERANCE
+
+
+def test_a_mixed_step_with_padding_is_what_the_plain_pages_make_of_it():
+    """Two decodes, a piece of a prompt, a whole prompt, and a request and a token that are padding."""
+    plain, kernels = both(preset("INT2/4 g=32", rotation="optr_h"), query_groups=2)
+    draw = torch.Generator().manual_seed(0)
+
+    def states(tokens):
+        base = torch.randn(2, 1, tokens, HEADS, HEAD_DIM, generator=draw)
+        near = base + 0.3 * torch.randn(2, 4, tokens, HEADS, HEAD_DIM, generator=draw)
+        return near.bfloat16().to(DEVICE)
+
+    table = torch.randperm(15, generator=draw).int().view(5, 3).to(DEVICE)
+    pasts, new = [17, 5, 20, 0, 0], [1, 1, 7, 18, 0]
+    known, slots = [], []
+    for row, (past, count) in enumerate(zip(pasts, new)):
+        tokens = torch.arange(past + count, device=DEVICE)
+        places = table[row, tokens // S].long() * S + tokens % S
+        known.append(places[:past])
+        slots.append(places[past:])
+    starts = torch.tensor([0, *new]).cumsum(0).int()
+    batch = StepBatch(
+        query_start=starts.to(DEVICE), query_start_cpu=starts,
+        seq_lens=torch.tensor([p + n for p, n in zip(pasts, new)], dtype=torch.int32, device=DEVICE),
+        block_table=table, slots=torch.cat(slots), decodes=2,
+    )  # fmt: skip
+    filled, step = states(sum(pasts)), states(sum(new))
+    q = torch.randn(4, sum(new), 2 * HEADS, HEAD_DIM, generator=draw).bfloat16().float().to(DEVICE)
+    results = []
+    for pages_of in (plain, kernels):
+        pages = torch.full((15, HEADS, plain.layout.page_bytes_per_head), 255, dtype=torch.uint8, device=DEVICE)
+        filled, step = filled.to(pages_of.step_dtype), step.to(pages_of.step_dtype)
+        pages_of.write(pages, torch.cat(known), *filled)
+        outs = [pages_of.attend(loop, q[loop], *step[:, loop], pages, batch) for loop in range(4)]
+        slots = batch.slots.clone()
+        slots[3] = -1
+        pages_of.write(pages, slots, *step)
+        results.append((torch.stack(outs).float(), pages))
+    (expected, expected_pages), (out, pages) = results
+    assert (out - expected).abs().max() < TOLERANCE
+    assert (pages != expected_pages).float().mean() < 1e-3  # the plain rotation sums in FP64
+
+
+def test_a_value_that_is_not_finite_stays_with_its_token():
+    _, kernels = both(preset("INT2/4 g=32"))
+    k = torch.tensor([1.0, torch.nan, torch.inf, -1e30, 7.0]).expand(HEADS, HEAD_DIM, 5).permute(2, 0, 1)
+    staged = torch.empty(2, 5, HEADS, HEAD_DIM, dtype=torch.bfloat16)
+    kernels.stage(staged, k, k)
+    assert staged[:, :, 0, 0].tolist() == [[1.0, 0.0, 65280.0, -65280.0, 7.0]] * 2
+
+
+@pytest.mark.parametrize(
+    ("config", "head_dim", "reason"),
+    [
+        (preset("INT2/4 g=32"), 128, None),
+        (KVQuantConfig((3, 3)), 128, r"bits 0, 1, 2, 4, 8, got (3, 3)"),
+        (KVQuantConfig((2, 16)), 128, r"bits 0, 1, 2, 4, 8, got (2, 16)"),
+        (KVQuantConfig((2, 4), rounding="bf16"), 128, "rounding \"fp32\", got 'bf16'"),
+        (preset("INT2/4 g=32"), 32, "a head_dim of 64, 96, 128, 256, got 32"),
+    ],
+)
+def test_what_kernels_lack_is_named(config, head_dim, reason):
+    assert why_not(config, head_dim) == reason
