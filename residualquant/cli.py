@@ -386,7 +386,7 @@ def _serve_command(extra: Sequence[str]) -> Callable[..., None]:
 
     @wraps(serve)
     def command(model, config, kv, rotations, only_print):
-        from residualquant.vllm.serve import ENVIRONMENT, check_installed, serve_command
+        from residualquant.vllm.serve import ENVIRONMENT, check_installed, environment, serve_command
 
         settings = {"preset": config, **vars(kv), "rotations": rotations and str(rotations)}
         line = serve_command(model, {k: v for k, v in settings.items() if v is not None}, extra)
@@ -394,7 +394,7 @@ def _serve_command(extra: Sequence[str]) -> Callable[..., None]:
         if not only_print:
             check_installed()
             program = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model"]
-            os.execve(program[0], program + line[2:], os.environ | ENVIRONMENT)
+            os.execve(program[0], program + line[2:], os.environ | environment())
 
     return command
 

@@ -10,6 +10,7 @@
 | ouro.py | Ouro over vLLM's layers |
 | hf_config.py | configuration classes, so that no checkpoint's code is run |
 | startup.py | self-check and log lines at start |
+| metrics.py | Prometheus metrics of the packed cache |
 | serve.py | ``residualquant serve`` |
 | decode.py | ``residualquant eval --engine vllm`` |
 

@@ -15,12 +15,13 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from residualquant.attention import attend_past_and_step, attend_prompt, make_finite_
+from residualquant.attention import attend_past_and_step, attend_prompt, count_unusable, make_finite_
 from residualquant.cache import LayerRotations
 from residualquant.layout import PageLayout
 from residualquant.pages import read_pages, write_pages
 from residualquant.residual import decode, encode
 from residualquant.rotation import Rotation
+from residualquant.vllm.metrics import sanitised
 
 
 @dataclass(frozen=True)
@@ -187,6 +188,8 @@ class PackedPages(PagedKV):
 
     def stage(self, staged: Tensor, k: Tensor, v: Tensor) -> None:
         super().stage(staged, k, v)
+        if staged.device.type == "cpu":
+            sanitised(staged.device).tensor.add_(count_unusable(staged))
         make_finite_(staged)
 
     def write(self, pages: Tensor, slots: Tensor, k: Tensor, v: Tensor) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import tempfile
 from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -15,7 +17,18 @@ from residualquant.vllm import VLLM_VERSION
 from residualquant.vllm.settings import MODELS, NAME, Settings, kv_shape
 
 ENVIRONMENT = {"VLLM_USE_V2_MODEL_RUNNER": "0"}
+METRICS_VARIABLE, METRICS_FOLDER = "PROMETHEUS_MULTIPROC_DIR", "residualquant-metrics-"
 MAX_NUM_BATCHED_TOKENS = 2048  # staging holds K and V of that many tokens in every loop and layer
+
+
+def environment() -> dict[str, str]:
+    """The variables that `residualquant serve` sets: ``ENVIRONMENT`` and a new folder where vLLM's processes meet.
+
+    The folder is named after this process, which becomes vLLM's and removes it (:mod:`residualquant.vllm.metrics`).
+    """
+    if METRICS_VARIABLE in os.environ:
+        return ENVIRONMENT
+    return ENVIRONMENT | {METRICS_VARIABLE: tempfile.mkdtemp(prefix=f"{METRICS_FOLDER}{os.getpid()}-")}
 
 
 def serve_command(model: str, settings: Mapping[str, Any], extra: Sequence[str] = ()) -> list[str]:

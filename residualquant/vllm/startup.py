@@ -16,6 +16,7 @@ from residualquant.attention import PackedAttention
 from residualquant.cache import PackedCache
 from residualquant.errors import ResidualQuantError
 from residualquant.models.base import KVShape
+from residualquant.vllm.metrics import bytes_per_token
 from residualquant.vllm.paged import PackedPages, StepBatch
 
 if TYPE_CHECKING:
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
 
 TOLERANCE = 2e-2  # of attention outputs of order 1; kernels multiply in BF16
 PIECES = (21, 1, 1)  # tokens of a prompt, then of decode steps
-BF16_BYTES = 2
 
 logger = init_logger("vllm.residualquant")  # vLLM shows what is logged under its own name
 
@@ -117,8 +117,7 @@ def _trial_states(
 
 def report_pages(layers: list[LoopedAttention]) -> None:
     """Log what a token costs in this process, given all its layers, and how many fit."""
-    token = sum(layer.kv_heads * layer.paged.token_bytes for layer in layers)
-    bf16 = sum(layer.kv_heads * 2 * layer.loops * layer.head_dim * BF16_BYTES for layer in layers)
+    token, bf16 = bytes_per_token(layers)
     fit = len(layers[0].kv_cache) * layers[0].paged.page_tokens
     logger.info(
         "residualquant: KV of one token takes %s bytes, in BF16 %s (%.2fx)", f"{token:,}", f"{bf16:,}", bf16 / token
