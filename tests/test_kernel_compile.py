@@ -15,7 +15,7 @@ COMPILE = """
 import triton
 from triton.backends.compiler import GPUTarget
 from residualquant import KVQuantConfig
-from residualquant.kernels import pack_kv, prefill_attention
+from residualquant.kernels import pack_kv, prefill_attention, stage_kv
 from residualquant.layout import PageLayout
 
 def assembly(kernel, arch, pointers, constants, **options):
@@ -48,6 +48,10 @@ def prefill(arch, head_dim, loop, **config):
                      BLOCK_D=triton.next_power_of_2(head_dim), BLOCK_M=32, BLOCK_N=16)
     return assembly(prefill_attention.prefill_attention_kernel, arch, pointers, constants, num_warps=4)
 
+def staging(arch):
+    constants = dict(COUNT=288, LIMIT=stage_kv.BF16_LIMIT, BLOCK=stage_kv.BLOCK)
+    return assembly(stage_kv.stage_kv_kernel, arch, dict.fromkeys(("staged", "k", "v"), "*bf16"), constants)
+
 print(EXPRESSION)
 """
 
@@ -55,6 +59,7 @@ KERNELS = {
     "writer, last, rotated": "writer(90, True, 64, bits=(2, 2, 4), rotation='optr_h')",
     "writer, chained, D = 96": "writer(120, False, 96, bits=(3, 1, 0, 8), reference='next', coefficient='norm_ratio')",
     "writer, direct": "writer(90, False, 64, bits=(2, 4), reference='direct')",
+    "staging": "staging(90)",
     "prefill, last, rotated": "prefill(90, 64, 0, bits=(2, 4), rotation='optr_h')",
     "prefill, chained, 3 bits": "prefill(120, 64, 1, bits=(4, 3), group_size=16, reference='previous')",
 }

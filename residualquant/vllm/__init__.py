@@ -4,10 +4,12 @@
 |---|---|
 | plugin.py | what is registered with vLLM |
 | settings.py | the ``residualquant`` part of vLLM's configuration, and what is refused |
-| paged.py | K and V of one layer in pages: write a step, read the past, attend (plain torch; where kernels go) |
+| paged.py | K and V of one layer in pages: write a step, read the past, attend (plain torch) |
+| paged_cuda.py | the same by kernels |
 | attention.py | the looped attention layer: staging of a step, one custom op |
+| layers.py | which of these a layer of a model gets, or vLLM's own attention |
 | backend.py | what vLLM asks about it: page size, prefix commit, one step's metadata |
-| ouro.py | Ouro over vLLM's layers |
+| ouro.py, huginn.py | the models over vLLM's layers |
 | hf_config.py | configuration classes, so that no checkpoint's code is run |
 | startup.py | self-check and log lines at start |
 | metrics.py | Prometheus metrics of the packed cache |

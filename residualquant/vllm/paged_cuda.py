@@ -16,6 +16,7 @@ from residualquant.config import KVQuantConfig
 from residualquant.kernels.decode_attention import Past, Workspace, decode_attention, workspace
 from residualquant.kernels.pack_kv import HEAD_DIMS, pack_kv
 from residualquant.kernels.prefill_attention import prefill_attention
+from residualquant.kernels.stage_kv import stage_kv
 from residualquant.layout import PageLayout
 from residualquant.rotation import Rotation
 from residualquant.vllm.paged import PackedPages, StepBatch
@@ -89,6 +90,9 @@ class KernelPages(PackedPages):
         """Matrices of K and of V, and means of K."""
         k, v = self.rotation(group, "k"), self.rotation(group, "v")
         return (None, None, None) if k is None or v is None else (k.matrix, v.matrix, k.means)
+
+    def stage(self, staged: Tensor, k: Tensor, v: Tensor) -> None:
+        stage_kv(staged, k, v)
 
     def write(self, pages: Tensor, slots: Tensor, k: Tensor, v: Tensor) -> None:
         for group in range(self.layout.groups):

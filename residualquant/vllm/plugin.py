@@ -10,14 +10,15 @@ from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
 from residualquant.vllm.attention import OP_NAME
 from residualquant.vllm.backend import LoopedKVManager, LoopedKVSpec
-from residualquant.vllm.hf_config import OuroHFConfig
+from residualquant.vllm.hf_config import HuginnHFConfig, OuroHFConfig
 from residualquant.vllm.metrics import remove_folder_at_exit
 from residualquant.vllm.settings import MODELS, check_config
 
 
 def register_all() -> None:
-    """Configuration class, models, KV cache spec with its manager, splitting op, and the check of a configuration."""
-    AutoConfig.register(OuroHFConfig.model_type, OuroHFConfig, exist_ok=True)
+    """Configuration classes, models, KV cache spec with its manager, splitting op, and the check of a configuration."""
+    for config in (OuroHFConfig, HuginnHFConfig):
+        AutoConfig.register(config.model_type, config, exist_ok=True)
     for architecture, where in MODELS.items():
         ModelRegistry.register_model(architecture, where)
     KVCacheSpecRegistry._ensure_registered()  # it does nothing once any spec is there, so it has to come first

@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from residualquant.errors import ResidualQuantError
-from residualquant.models.loading import model_folder
-from residualquant.models.ouro import OuroConfig
+from residualquant.models.loading import ARCHITECTURES, model_folder
 from residualquant.vllm import VLLM_VERSION
 from residualquant.vllm.settings import MODELS, NAME, Settings, kv_shape
 
@@ -45,7 +44,7 @@ def serve_command(model: str, settings: Mapping[str, Any], extra: Sequence[str] 
     """
     folder = model_folder(model)
     values = check_served(folder)
-    Settings.read(settings, kv_shape(OuroConfig.from_dict(values)))
+    Settings.read(settings, kv_shape(ARCHITECTURES[values["model_type"]][0].from_dict(values)))
     return [
         "vllm", "serve", str(folder),
         "--served-model-name", model,

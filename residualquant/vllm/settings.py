@@ -25,7 +25,10 @@ from residualquant.rotation import Rotation
 from residualquant.rotation.calibration import CALIBRATED, load_rotations
 
 NAME = "residualquant"
-MODELS = {"OuroForCausalLM": "residualquant.vllm.ouro:OuroForCausalLM"}
+MODELS = {
+    "OuroForCausalLM": "residualquant.vllm.ouro:OuroForCausalLM",
+    "RavenForCausalLM": "residualquant.vllm.huginn:RavenForCausalLM",
+}
 
 
 @dataclass(frozen=True)

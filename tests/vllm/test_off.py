@@ -21,7 +21,9 @@ def stock(start_engine, tiny_ouro):
 
 @pytest.fixture(scope="module")
 def ours(start_engine, tiny_ouro):
-    return start_engine(tiny_ouro, max_num_batched_tokens=BUDGET, num_gpu_blocks_override=BLOCKS)
+    return start_engine(
+        tiny_ouro, max_num_batched_tokens=BUDGET, num_gpu_blocks_override=BLOCKS, disable_log_stats=False
+    )
 
 
 @pytest.fixture(autouse=True)
@@ -109,14 +111,14 @@ def test_prefix_hits_while_the_first_request_runs(ours, stock):
     assert [o.num_cached_tokens for o in outputs] == [0, 0, 32, 32]
 
 
-def test_preemption(ours, stock, monkeypatch):
-    preempted = []
-    preempt = scheduler(ours)._preempt_request
-    monkeypatch.setattr(
-        scheduler(ours), "_preempt_request", lambda request, *a: (preempted.append(request), preempt(request, *a))
-    )
+def test_preemption(ours, stock):
+    def preemptions():
+        (counter,) = (metric for metric in ours.get_metrics() if metric.name == "vllm:num_preemptions")
+        return counter.value
+
+    before = preemptions()
     compare(ours, stock, [prompt(50, n) for n in range(8)], greedy(40))
-    assert preempted
+    assert preemptions() > before
 
 
 def test_sampling_several_with_seeds(ours, stock):
@@ -144,12 +146,18 @@ def test_abort_in_mid_flight(ours, stock):
     assert free == BLOCKS - 1  # vLLM keeps block 0 for padding
 
 
-def test_fifty_random_requests(ours, stock):
+def test_two_hundred_requests_that_arrive_at_random(ours, stock):
     rng = random.Random(0)
     prefixes = [prompt(n, f"p{n}") for n in (16, 40, 90)]
-    prompts, params = [], []
-    for n in range(50):
-        prompts.append(rng.choice([[], *prefixes]) + prompt(rng.randint(1, 60), n))
-        params.append(greedy(rng.randint(1, 16)))
-    outputs = compare(ours, stock, prompts, params)
-    assert any(o.num_cached_tokens for o in outputs)
+    prompts = [rng.choice([[], *prefixes]) + prompt(rng.randint(1, 60), n) for n in range(200)]
+    params = [greedy(rng.randint(1, 12)) for _ in prompts]
+    engine, waiting, finished = ours.llm_engine, list(range(200)), []
+    while waiting or engine.has_unfinished_requests():
+        for _ in range(rng.choice([0, 0, 1, 1, 2, 9]) if waiting else 0):
+            if waiting:
+                n = waiting.pop(0)
+                engine.add_request(str(n), {"prompt_token_ids": prompts[n]}, params[n])
+        finished += [output for output in engine.step() if output.finished]
+    finished.sort(key=lambda output: int(output.request_id))
+    assert_same(finished, run(stock, prompts, params))
+    assert sum(bool(output.num_cached_tokens) for output in finished) > 50

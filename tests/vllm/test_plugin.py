@@ -146,6 +146,12 @@ def test_a_model_that_is_not_looped_is_refused(plain_llama, capsys):
     assert "got LlamaForCausalLM" in capsys.readouterr().err
 
 
+def test_both_families_are_served(capsys):
+    for model in ("mini-ouro-code", "mini-huginn"):
+        cli.main(["serve", model, "--only-print"])
+        assert f"--served-model-name {model}" in capsys.readouterr().out
+
+
 @pytest.fixture(scope="module")
 def rotations(tiny_ouro, tmp_path_factory):
     """A calibration of the tiny model."""
