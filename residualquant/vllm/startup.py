@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
+from torch import Tensor, set_num_threads  # by name: vLLM's CPU worker puts another one, which does nothing, in torch
 from vllm.logger import init_logger
 
 from residualquant.attention import PackedAttention
@@ -34,11 +34,11 @@ def _on_one_thread(check: Callable[..., float]) -> Callable[..., float]:
     @functools.wraps(check)
     def run(*args, **kwargs) -> float:
         threads = torch.get_num_threads()
-        torch.set_num_threads(1)
+        set_num_threads(1)
         try:
             return check(*args, **kwargs)
         finally:
-            torch.set_num_threads(threads)
+            set_num_threads(threads)
 
     return run
 
