@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import tyro
 
@@ -100,6 +100,7 @@ def evaluate(
     device: str | None = None,
     max_new_tokens: int | None = None,
     records: Path | None = None,
+    engine: Literal["torch", "vllm"] = "torch",
 ) -> None:
     """Accuracy of KV configurations on one task; answers are kept, so asking again or for more labels resumes.
 
@@ -116,6 +117,7 @@ def evaluate(
         max_new_tokens: Longest answer; the task's own limit when left out.
         records: JSONL file of the answers; data/runs/eval/<model>.<task>.jsonl when left out. Finished, it is
             compressed: .xz is added to its name.
+        engine: What decodes: torch, or vllm (the serving plugin's paged cache; needs vLLM).
     """
     from residualquant.evals.run import evaluate as run
     from residualquant.repro.paths import runs_dir, show
@@ -128,7 +130,8 @@ def evaluate(
     configs = kv.configs(config, loaded.kv_shape.loops)
     learnt = _rotations(loaded, configs, task, rotations)
     records = records or runs_dir("eval") / f"{loaded.name}.{task}.jsonl"
-    cells = run(loaded, task, configs, n, records, rotations=learnt, max_new_tokens=max_new_tokens)
+    options = {"rotations": learnt, "max_new_tokens": max_new_tokens, "engine": engine}
+    cells = run(loaded, task, configs, n, records, **options)
     bf16 = next((cell for asked, cell in zip(configs, cells) if asked.is_off), None)
     _print_table([_accuracy_row(loaded, *pair, bf16) for pair in zip(configs, cells)])
     print(f"{loaded.name}, {task}, greedy; answers in {show(finished_name(records))}")
@@ -383,7 +386,7 @@ def _serve_command(extra: Sequence[str]) -> Callable[..., None]:
 
     @wraps(serve)
     def command(model, config, kv, rotations, only_print):
-        from residualquant.vllm.serve import ENVIRONMENT, check_installed, serve_command
+        from residualquant.vllm.serve import ENVIRONMENT, check_installed, environment, serve_command
 
         settings = {"preset": config, **vars(kv), "rotations": rotations and str(rotations)}
         line = serve_command(model, {k: v for k, v in settings.items() if v is not None}, extra)
@@ -391,7 +394,7 @@ def _serve_command(extra: Sequence[str]) -> Callable[..., None]:
         if not only_print:
             check_installed()
             program = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model"]
-            os.execve(program[0], program + line[2:], os.environ | ENVIRONMENT)
+            os.execve(program[0], program + line[2:], os.environ | environment())
 
     return command
 

@@ -49,8 +49,9 @@ def prefill(arch, head_dim, loop, **config):
     return assembly(prefill_attention.prefill_attention_kernel, arch, pointers, constants, num_warps=4)
 
 def staging(arch):
-    constants = dict(COUNT=288, LIMIT=stage_kv.BF16_LIMIT, BLOCK=stage_kv.BLOCK)
-    return assembly(stage_kv.stage_kv_kernel, arch, dict.fromkeys(("staged", "k", "v"), "*bf16"), constants)
+    constants = dict(COUNT=288, LIMIT=stage_kv.BF16_LIMIT, CODED=stage_kv.LIMIT, BLOCK=stage_kv.BLOCK)
+    pointers = dict.fromkeys(("staged", "k", "v"), "*bf16") | {"sanitised": "*i32"}
+    return assembly(stage_kv.stage_kv_kernel, arch, pointers, constants)
 
 print(EXPRESSION)
 """

@@ -5,6 +5,7 @@ import torch
 
 triton = pytest.importorskip("triton")
 
+from residualquant.attention import count_unusable  # noqa: E402
 from residualquant.kernels.stage_kv import stage_kv, stage_kv_cost, stage_kv_reference  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -20,7 +21,9 @@ def test_values_are_those_of_torch(dtype, tokens, heads, head_dim):
     _, k, v = (x.unflatten(-1, (heads, head_dim)) for x in qkv.to(DEVICE, dtype).chunk(3, -1))
     kept = torch.full((2, 4, tokens + 2, heads, head_dim), torch.nan, dtype=torch.bfloat16, device=DEVICE)
     expected = kept.clone()
-    stage_kv(kept[:, 1, :tokens], k, v)
+    sanitised = torch.full((1,), 7, dtype=torch.int32, device=DEVICE)
+    stage_kv(kept[:, 1, :tokens], k, v, sanitised)
+    assert sanitised.item() == 7 + count_unusable(torch.stack([k, v]).float()).item()
     stage_kv_reference(expected[:, 1, :tokens], k, v)
     assert torch.equal(kept.view(torch.int16), expected.view(torch.int16))
 

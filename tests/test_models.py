@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from residualquant.errors import ResidualQuantError
 from residualquant.evals.tasks import MODELS
 from residualquant.models import KVShape, Ouro, OuroConfig, load_model, save_model
+from residualquant.models.loading import model_folder
 
 TINY = OuroConfig(
     hidden_size=32,
@@ -149,6 +150,14 @@ def test_shipped_minis_are_as_small_as_promised_and_know_their_tokenizer():
         assert model.kv_shape == KVShape(4, 4, 2, 128)
         assert sum(p.numel() for p in model.parameters()) < 4e6
         assert model.tokenizer.get_vocab_size() == model.config.vocab_size
+
+
+@pytest.mark.parametrize("name", ["mini-ouro-maths", "mini-ouro-code", "mini-huginn"])
+def test_shipped_minis_tell_a_server_their_end_token_as_saving_does(name, tmp_path):
+    model = load_model(name, device="cpu")
+    shipped = (model_folder(name) / "generation_config.json").read_text()
+    assert set(json.loads(shipped)["eos_token_id"]) == model.stop_ids
+    assert shipped == (save_model(model, tmp_path, model.tokenizer) / "generation_config.json").read_text()
 
 
 def _rewrite(folder, change) -> None:

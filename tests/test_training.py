@@ -139,6 +139,7 @@ def test_checks_are_of_problems_that_are_neither_trained_on_nor_tested(monkeypat
 def test_trained_model_is_saved_described_and_can_go_on(tmp_path, config, loops):
     folder = train(dataclasses.replace(config, out=tmp_path / "first"))
     assert load_model(str(folder)).kv_shape.loops == loops
+    assert json.loads((folder / "generation_config.json").read_text()) == {"eos_token_id": [1]}
     again = train(dataclasses.replace(config, init=folder, out=tmp_path / "second", level_weights=(0, 1)))
     assert (again / "train_log_before.jsonl").read_bytes() == (folder / "train_log.jsonl").read_bytes()
     assert "went on from tiny" in (again / "README.md").read_text()

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from residualquant.attention import BF16_LIMIT, to_bf16
+from residualquant.attention import BF16_LIMIT, LIMIT, to_bf16
 from residualquant.kernels.pack_kv import _round_bf16, check_tensors
 
 BLOCK = 1024  # values at a time
@@ -29,8 +29,8 @@ def stage_kv_reference(staged: Tensor, k: Tensor, v: Tensor) -> None:
 
 @triton.jit
 def stage_kv_kernel(
-    staged, k, v, staged_stride, staged_token_stride, k_token_stride, v_token_stride,
-    COUNT: tl.constexpr, LIMIT: tl.constexpr, BLOCK: tl.constexpr,
+    staged, k, v, sanitised, staged_stride, staged_token_stride, k_token_stride, v_token_stride,
+    COUNT: tl.constexpr, LIMIT: tl.constexpr, CODED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """BLOCK of the COUNT = H D values of one token (axis 0), of K or V (axis 2)."""
     token = tl.program_id(0).to(tl.int64)
@@ -41,12 +41,16 @@ def stage_kv_kernel(
     if is_v > 0:
         given = v + token * v_token_stride
     x = tl.load(given + value, mask=inside, other=0.0).to(tl.float32)
+    if sanitised is not None:
+        changed = tl.sum(tl.where(tl.abs(x) <= CODED, 0, 1))
+        if changed > 0:
+            tl.atomic_add(sanitised, changed)
     _, x = _round_bf16(tl.minimum(tl.maximum(tl.where(x == x, x, 0.0), -LIMIT), LIMIT))
     kept = staged + is_v.to(tl.int64) * staged_stride + token * staged_token_stride
     tl.store(kept + value, x.to(staged.dtype.element_ty), mask=inside)
 
 
-def stage_kv(staged: Tensor, k: Tensor, v: Tensor) -> None:
+def stage_kv(staged: Tensor, k: Tensor, v: Tensor, sanitised: Tensor | None = None) -> None:
     """Keep K and V of one loop of a step, finite, in ``staged``.
 
     Allocates nothing and never waits for the GPU.
@@ -54,6 +58,7 @@ def stage_kv(staged: Tensor, k: Tensor, v: Tensor) -> None:
     Args:
         staged: [2, T, H, D] bf16 (or another floating-point dtype), the last two axes contiguous, as those of k and v.
         k, v: [T, H, D] of one floating-point dtype, post-RoPE.
+        sanitised: int32 [1], increased by the values that were NaN, infinite or beyond +-65504.
 
     Raises:
         ValueError: an argument of another shape, dtype or device.
@@ -65,12 +70,14 @@ def stage_kv(staged: Tensor, k: Tensor, v: Tensor) -> None:
         staged=(staged, [[2, *shape]], floats, 2),
         k=(k, [shape], floats, 2),
         v=(v, [shape], (k.dtype,), 2),
+        sanitised=(sanitised, [[1]], (torch.int32,), 1),
     )
     count = heads * head_dim
     if tokens:
         stage_kv_kernel[(tokens, triton.cdiv(count, BLOCK), 2)](
-            staged, k, v, *staged.stride()[:2], k.stride(0), v.stride(0), COUNT=count, LIMIT=BF16_LIMIT, BLOCK=BLOCK
-        )
+            staged, k, v, sanitised, *staged.stride()[:2], k.stride(0), v.stride(0),
+            COUNT=count, LIMIT=BF16_LIMIT, CODED=LIMIT, BLOCK=BLOCK,
+        )  # fmt: skip
 
 
 def stage_kv_cost(tokens: int, heads: int, head_dim: int, state_bytes: int = 2) -> tuple[int, int]:

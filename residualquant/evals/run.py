@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -23,7 +23,10 @@ from residualquant.repro.records import SCHEMA, Answer, Cell, Writer
 if TYPE_CHECKING:
     from residualquant.cache import RotationMap
     from residualquant.config import KVQuantConfig
+    from residualquant.engine import Completion
     from residualquant.models.base import LoopedModel
+
+    Decoder = Callable[..., Iterator[Completion]]
 
 SCORE_EVERY = 256
 
@@ -37,8 +40,12 @@ def identity_of(
     *,
     max_new_tokens: int,
     seed: int,
+    engine: Mapping | None = None,
 ) -> dict:
-    """Everything that decides the answers of one cell; its sha256 is the cell's key."""
+    """Everything that decides the answers of one cell; its sha256 is the cell's key.
+
+    ``engine`` says what is particular to another engine than the torch one.
+    """
     from residualquant.evals.scorers import scorer_versions
     from residualquant.rotation.calibration import rotations_hash
 
@@ -62,6 +69,7 @@ def identity_of(
         "method": method_hash(),
         "device": model.device.type,
         "dtype": str(model.dtype).removeprefix("torch."),
+        **(engine or {}),
     }
 
 
@@ -83,6 +91,7 @@ def evaluate(
     seed: int = 0,
     score: bool = True,
     progress: bool = True,
+    engine: str = "torch",
 ) -> list[Cell]:
     """The cells of ``configs`` on the first ``n`` test problems of ``task``, complete and (with ``score``) scored.
 
@@ -96,37 +105,52 @@ def evaluate(
         max_new_tokens: the task's own limit when None.
         max_rows: most sequences decoded at once; the engine's own default when None.
         score: False leaves new answers unscored, for a machine without scorers; see :func:`score_records`.
+        engine: "torch", or "vllm" for the paged cache of the serving plugin; their answers are different cells.
 
     Raises:
-        ValueError: an unknown task, n or max_new_tokens below 1, no configuration, two with the same codec, one that
-            the model cannot have, or calibrated rotations that are missing or not wanted. Nothing is written then.
+        ValueError: an unknown task or engine, n or max_new_tokens below 1, no configuration, two with the same codec,
+            one that the model or the engine cannot have, or calibrated rotations that are missing or not wanted.
+            Nothing is written then.
         ResidualQuantError: the model has no tokenizer or stop token, another process writes the same file, or the disk
             is full.
     """
     from residualquant.engine import check_request
 
-    if n < 1:
-        raise ValueError(f"n must be at least 1, got {n}")
-    _check_model(model)
+    _check_model(model, n)
     rotations = dict(rotations or {})
     _check_configs(model, configs, rotations)
     chosen = problems(task, n, family=model.family)
     limit = frozen(task, model.family).max_new_tokens if max_new_tokens is None else max_new_tokens
     prompts = {p.problem_id: model.tokenizer.encode(p.prompt).ids for p in chosen}
     check_request(model, list(prompts.values()), configs, limit, max_rows)
+    iter_decode, particular = _decoder(engine, model, configs)
     made = provenance(model.device.type)
     with Writer(Path(records)) as writer:
         identities = [
-            identity_of(model, task, chosen, c, rotations.get(i), max_new_tokens=limit, seed=seed)
+            identity_of(model, task, chosen, c, rotations.get(i), max_new_tokens=limit, seed=seed, engine=particular)
             for i, c in enumerate(configs)
         ]
         cells = [writer.start(identity, made) for identity in identities]
         _say_what_is_there(writer, cells, progress)
         options = {"max_new_tokens": limit, "eos_ids": model.stop_ids, "max_rows": max_rows, "progress": progress}
-        decoded = _decode_missing(model, chosen, prompts, configs, rotations, cells, writer, options)
+        decoded = _decode_missing(iter_decode, model, chosen, prompts, configs, rotations, cells, writer, options)
         _take(decoded, score, task, {p.problem_id: p for p in chosen}, cells, writer)
         writer.finish(_superseded(writer, cells))
     return cells
+
+
+def _decoder(engine: str, model: LoopedModel, configs: Sequence[KVQuantConfig]) -> tuple[Decoder, dict]:
+    """What decodes, and what is particular to it in a record's key: nothing for the torch engine."""
+    from residualquant import engine as torch_engine
+
+    if engine == "torch":
+        return torch_engine.iter_decode, {}
+    if engine != "vllm":
+        raise ValueError(f"unknown engine {engine!r}; known: torch, vllm")
+    from residualquant.vllm import decode
+
+    decode.check(model, configs)
+    return decode.iter_decode, decode.identity()
 
 
 def _say_what_is_there(writer: Writer, cells: Sequence[Cell], progress: bool) -> None:
@@ -137,7 +161,10 @@ def _say_what_is_there(writer: Writer, cells: Sequence[Cell], progress: bool) ->
         print(f"{cells[0].identity['task']}: {done} of {total} answers are in {show(writer.path)}", file=sys.stderr)
 
 
-def _check_model(model: LoopedModel) -> None:
+def _check_model(model: LoopedModel, n: int) -> None:
+    """It can be asked ``n`` problems."""
+    if n < 1:
+        raise ValueError(f"n must be at least 1, got {n}")
     if model.tokenizer is None:
         raise ResidualQuantError(f"the model {model.name} has no tokenizer.json beside its weights")
     if not model.stop_ids:
@@ -171,6 +198,7 @@ def _check_configs(model: LoopedModel, configs: Sequence[KVQuantConfig], rotatio
 
 
 def _decode_missing(
+    iter_decode: Decoder,
     model: LoopedModel,
     chosen: Sequence[Problem],
     prompts: Mapping[str, list[int]],
@@ -181,8 +209,6 @@ def _decode_missing(
     options: dict,
 ) -> Iterator[Answer]:
     """Decode the (configuration, problem) pairs that have no answer; append each answer as it ends and yield it."""
-    from residualquant.engine import iter_decode
-
     open_cells = [i for i, cell in enumerate(cells) if len(cell.answers) < len(chosen)]
     group = [(i, p) for i, p in enumerate(chosen) if any(p.problem_id not in cells[c].answers for c in open_cells)]
     if not group:
@@ -259,11 +285,11 @@ def _superseded(writer: Writer, cells: Sequence[Cell]) -> list[str]:
 
     Rotations calibrated for other weights count as such a difference.
     """
-    asked = ("model", "task", "n", "kv", "decoding", "seed", "device")
+    asked = ("model", "task", "n", "kv", "decoding", "seed", "device", "engine")
     current = {cell.key[:16] for cell in cells}
 
     def replaces(new: dict, old: dict) -> bool:
-        same = all(new[k] == old.get(k) for k in asked)
+        same = all(new.get(k) == old.get(k) for k in asked)
         return same and (new["rotations"] == old.get("rotations") or new["weights"] != old.get("weights"))
 
     return [

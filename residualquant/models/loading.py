@@ -1,4 +1,4 @@
-"""Load and save looped models as ``config.json`` + safetensors + ``tokenizer.json``.
+"""Load and save looped models as ``config.json`` + safetensors + ``tokenizer.json`` + ``generation_config.json``.
 
 A checkpoint is never run as code: the architecture is ours, the weights are safetensors, and every tensor's name
 and shape is checked before use.
@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from residualquant.errors import ResidualQuantError
-from residualquant.models.base import LoopedModel
+from residualquant.models.base import STOP_TOKENS, LoopedModel
 from residualquant.models.huginn import Huginn, HuginnConfig
 from residualquant.models.ouro import Ouro, OuroConfig
 
@@ -167,7 +167,7 @@ def load_model(
     device: str | torch.device | None = None,
     dtype: torch.dtype | None = None,
 ) -> LoopedModel:
-    """A looped model in eval mode, with ``tokenizer``, ``name`` and ``weights_hash`` set.
+    """A looped model in eval mode, with ``tokenizer``, ``name``, ``weights_hash`` and ``folder`` set.
 
     Args:
         name_or_path: a folder, a shipped model's name, or a hub id such as ``ByteDance/Ouro-1.4B``.
@@ -189,14 +189,16 @@ def load_model(
     weights = _checked(model, weights, folder.name)
     model.load_state_dict({k: v.to(device, dtype) for k, v in weights.items()}, assign=True)
     model.eval().requires_grad_(False)
-    model.name, model.weights_hash = folder.name, weights_hash
+    model.name, model.weights_hash, model.folder = folder.name, weights_hash, folder
     if (file := folder / "tokenizer.json").is_file():
         model.tokenizer = _read_tokenizer(file)
     return model
 
 
 def save_model(model: LoopedModel, folder: str | Path, tokenizer=None) -> Path:
-    """Write ``config.json``, ``model.safetensors`` (BF16) and, when given, ``tokenizer.json`` to ``folder``.
+    """Write ``config.json``, ``model.safetensors`` (BF16) and, given a tokenizer, ``tokenizer.json`` to ``folder``.
+
+    The tokenizer's end tokens go to ``generation_config.json``, so that a server of the model stops by itself.
 
     Raises:
         ResidualQuantError: the disk is full or the folder cannot be written; no partial file is left.
@@ -213,4 +215,6 @@ def save_model(model: LoopedModel, folder: str | Path, tokenizer=None) -> Path:
     write_atomic(folder / "config.json", json.dumps(config, indent=2) + "\n")
     if tokenizer is not None:
         write_atomic(folder / "tokenizer.json", tokenizer.to_str(pretty=True))
+        ends = [i for i in map(tokenizer.token_to_id, STOP_TOKENS) if i is not None]
+        write_atomic(folder / "generation_config.json", json.dumps({"eos_token_id": ends}, indent=2) + "\n")
     return folder

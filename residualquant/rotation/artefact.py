@@ -165,6 +165,27 @@ class Artefact:
             raise ResidualQuantError(f"rotation {name} in {show(self.folder)} cannot be used: {error}") from error
 
 
+def keep_rotations(folder: str | Path, model: LoopedModel, cfg: KVQuantConfig, rotations: RotationMap) -> None:
+    """Write ``rotations`` to ``folder`` for a model and a configuration, as :func:`load_rotations` reads them there.
+
+    Without losses or texts: a copy for another process, not a calibration to go on with.
+    """
+    about = {
+        "format": FORMAT,
+        "model": model.name,
+        "weights": model.weights_hash,
+        "kv_shape": asdict(model.kv_shape),
+        "config": comparable(cfg),
+        "seconds": 0.0,
+        "losses": {},
+    }
+    fits: dict[Unit, dict[str, Fit]] = {}
+    for (group, layer, kind), given in rotations.items():
+        none = torch.empty(0)
+        fits.setdefault((group, layer), {})[kind] = Fit(given.matrix, given.means, none, none, none)
+    Artefact(Path(folder), about).add(fits, 0.0)
+
+
 def load_rotations(folder: str | Path, model: LoopedModel, cfg: KVQuantConfig) -> RotationMap:
     """The rotations kept in ``folder``, for the model and the configuration they were calibrated for.
 

@@ -12,7 +12,9 @@
 | ouro.py, huginn.py | the models over vLLM's layers |
 | hf_config.py | configuration classes, so that no checkpoint's code is run |
 | startup.py | self-check and log lines at start |
+| metrics.py | Prometheus metrics of the packed cache |
 | serve.py | ``residualquant serve`` |
+| decode.py | ``residualquant eval --engine vllm`` |
 
 This is the only place that imports vLLM. A token's page is complete when its last loop is done, so three things differ
 from a plain cache: the step's own K and V are staged, attention joins the packed past with the staged step (Sec. 4),

@@ -19,6 +19,7 @@ from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.request import Request
 
+from residualquant.vllm.metrics import StepMetrics
 from residualquant.vllm.paged import StepBatch
 
 
@@ -74,10 +75,15 @@ class LoopedMetadataBuilder(AttentionMetadataBuilder[LoopedMetadata]):
     def __init__(self, *args):
         super().__init__(*args)
         self._init_reorder_batch_threshold(1)
+        self._metrics = StepMetrics(self.vllm_config, self.layer_names, self.device)
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> LoopedMetadata:
+        self._metrics.count_step(int(common_attn_metadata.query_start_loc_cpu[-1]))
+        return self.build_for_cudagraph_capture(common_attn_metadata)
+
+    def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> LoopedMetadata:
         common = common_attn_metadata
         return LoopedMetadata(
             query_start=common.query_start_loc,

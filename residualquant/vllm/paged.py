@@ -15,12 +15,13 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from residualquant.attention import attend_past_and_step, attend_prompt, make_finite_
+from residualquant.attention import attend_past_and_step, attend_prompt, count_unusable, make_finite_
 from residualquant.cache import LayerRotations
 from residualquant.layout import PageLayout
 from residualquant.pages import read_pages, write_pages
-from residualquant.residual import decode, encode
+from residualquant.residual import PackedKV, decode, encode
 from residualquant.rotation import Rotation
+from residualquant.vllm.metrics import sanitised
 
 
 @dataclass(frozen=True)
@@ -186,6 +187,8 @@ class PackedPages(PagedKV):
         return self.rotations.get(group, self.layer, kind)
 
     def stage(self, staged: Tensor, k: Tensor, v: Tensor) -> None:
+        for x in (k, v):
+            sanitised(x.device).tensor.add_(count_unusable(x.float()))
         super().stage(staged, k, v)
         make_finite_(staged)
 
@@ -202,10 +205,23 @@ class PackedPages(PagedKV):
     def past(self, pages: Tensor, slots: Tensor, loop: int) -> tuple[Tensor, Tensor]:
         group, inner = divmod(loop, self.layout.config.loops)
         k, v = (
-            decode(replace(packed, rotation=self.rotation(group, kind)), "rotated")[inner]
+            _decode_loop(replace(packed, rotation=self.rotation(group, kind)), inner)
             for packed, kind in zip(read_pages(pages, self.layout, slots, group), "kv")
         )
         return k, v
 
     def matrices(self, loop: int) -> tuple[Tensor | None, Tensor | None]:
         return self.rotations.of_loop(loop, self.layer, "k"), self.rotations.of_loop(loop, self.layer, "v")
+
+
+def _decode_loop(packed: PackedKV, loop: int) -> Tensor:
+    """One loop of packed states in rotated space, [..., D], decoding only the loops that it is predicted from."""
+    config, rotation, needed = packed.config, packed.rotation, [loop]
+    while (reference := config.reference_of(needed[-1])) is not None:
+        needed.append(reference)
+    needed.sort()
+    if rotation is not None and rotation.means is not None and len(rotation.means) > 1:
+        rotation = replace(rotation, means=rotation.means[needed])
+    part = replace(config, bits=tuple(config.bits[n] for n in needed))
+    loops = tuple(packed.loops[n] for n in needed)
+    return decode(replace(packed, config=part, loops=loops, rotation=rotation), "rotated")[needed.index(loop)]

@@ -17,6 +17,7 @@ from residualquant.kernels.prefill_attention import prefill_attention
 from residualquant.kernels.stage_kv import stage_kv
 from residualquant.layout import PageLayout
 from residualquant.rotation import Rotation
+from residualquant.vllm.metrics import sanitised
 from residualquant.vllm.paged import PackedPages, StepBatch
 
 BITS = (0, 1, 2, 4, 8)  # that both the writer and decode attention know
@@ -87,7 +88,7 @@ class KernelPages(PackedPages):
         return (None, None, None) if k is None or v is None else (k.matrix, v.matrix, k.means)
 
     def stage(self, staged: Tensor, k: Tensor, v: Tensor) -> None:
-        stage_kv(staged, k, v)
+        stage_kv(staged, k, v, sanitised(staged.device).tensor)
 
     def write(self, pages: Tensor, slots: Tensor, k: Tensor, v: Tensor) -> None:
         for group in range(self.layout.groups):

@@ -11,6 +11,7 @@ from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 from residualquant.vllm.attention import OP_NAME
 from residualquant.vllm.backend import LoopedKVManager, LoopedKVSpec
 from residualquant.vllm.hf_config import HuginnHFConfig, OuroHFConfig
+from residualquant.vllm.metrics import remove_folder_at_exit
 from residualquant.vllm.settings import MODELS, check_config
 
 
@@ -24,6 +25,7 @@ def register_all() -> None:
     KVCacheSpecRegistry.register(LoopedKVSpec, LoopedKVManager, uniform_type_base_spec=FullAttentionSpec)
     if OP_NAME not in CompilationConfig._attention_ops:
         CompilationConfig._attention_ops.append(OP_NAME)
+    remove_folder_at_exit()
     if not hasattr(VllmConfig.try_verify_and_update_config, "checks_looped"):
         VllmConfig.try_verify_and_update_config = _checked(VllmConfig.try_verify_and_update_config)
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import tempfile
 from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any
 
 from residualquant.errors import ResidualQuantError
@@ -13,7 +16,18 @@ from residualquant.vllm import VLLM_VERSION
 from residualquant.vllm.settings import MODELS, NAME, Settings, kv_shape
 
 ENVIRONMENT = {"VLLM_USE_V2_MODEL_RUNNER": "0"}
+METRICS_VARIABLE, METRICS_FOLDER = "PROMETHEUS_MULTIPROC_DIR", "residualquant-metrics-"
 MAX_NUM_BATCHED_TOKENS = 2048  # staging holds K and V of that many tokens in every loop and layer
+
+
+def environment() -> dict[str, str]:
+    """The variables that `residualquant serve` sets: ``ENVIRONMENT`` and a new folder where vLLM's processes meet.
+
+    The folder is named after this process, which becomes vLLM's and removes it (:mod:`residualquant.vllm.metrics`).
+    """
+    if METRICS_VARIABLE in os.environ:
+        return ENVIRONMENT
+    return ENVIRONMENT | {METRICS_VARIABLE: tempfile.mkdtemp(prefix=f"{METRICS_FOLDER}{os.getpid()}-")}
 
 
 def serve_command(model: str, settings: Mapping[str, Any], extra: Sequence[str] = ()) -> list[str]:
@@ -29,10 +43,7 @@ def serve_command(model: str, settings: Mapping[str, Any], extra: Sequence[str] 
         ValueError: settings that cannot be served.
     """
     folder = model_folder(model)
-    values = json.loads((folder / "config.json").read_text())
-    architecture = (values.get("architectures") or ["a model without architectures"])[0]
-    if architecture not in MODELS:
-        raise ResidualQuantError(f"residualquant serves looped models ({', '.join(MODELS)}), got {architecture}")
+    values = check_served(folder)
     Settings.read(settings, kv_shape(ARCHITECTURES[values["model_type"]][0].from_dict(values)))
     return [
         "vllm", "serve", str(folder),
@@ -41,6 +52,15 @@ def serve_command(model: str, settings: Mapping[str, Any], extra: Sequence[str] 
         "--additional-config", json.dumps({NAME: dict(settings)}),
         *extra,
     ]  # fmt: skip
+
+
+def check_served(folder: Path) -> dict[str, Any]:
+    """``config.json`` of a checkpoint; raises ResidualQuantError unless it is of a model that the plugin serves."""
+    values = json.loads((folder / "config.json").read_text())
+    architecture = (values.get("architectures") or ["a model without architectures"])[0]
+    if architecture not in MODELS:
+        raise ResidualQuantError(f"residualquant serves looped models ({', '.join(MODELS)}), got {architecture}")
+    return values
 
 
 def check_installed() -> None:

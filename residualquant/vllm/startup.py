@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
+from torch import Tensor, set_num_threads  # by name: vLLM's CPU worker puts another one, which does nothing, in torch
 from vllm.logger import init_logger
 
 from residualquant.attention import PackedAttention
 from residualquant.cache import PackedCache
 from residualquant.errors import ResidualQuantError
 from residualquant.models.base import KVShape
+from residualquant.vllm.metrics import bytes_per_token
 from residualquant.vllm.paged import PackedPages, StepBatch
 
 if TYPE_CHECKING:
@@ -21,11 +24,26 @@ if TYPE_CHECKING:
 
 TOLERANCE = 2e-2  # of attention outputs of order 1; kernels multiply in BF16
 PIECES = (21, 1, 1)  # tokens of a prompt, then of decode steps
-BF16_BYTES = 2
 
 logger = init_logger("vllm.residualquant")  # vLLM shows what is logged under its own name
 
 
+def _on_one_thread(check: Callable[..., float]) -> Callable[..., float]:
+    """``check`` on one CPU thread: its tensors are so small that waiting for threads on a busy machine takes longer."""
+
+    @functools.wraps(check)
+    def run(*args, **kwargs) -> float:
+        threads = torch.get_num_threads()
+        set_num_threads(1)
+        try:
+            return check(*args, **kwargs)
+        finally:
+            set_num_threads(threads)
+
+    return run
+
+
+@_on_one_thread
 def check_paged(paged: PackedPages, groups: int, kv_heads: int, device: torch.device) -> float:
     """Run a prompt and two decode steps of two requests through scattered pages and through the reference cache.
 
@@ -103,8 +121,7 @@ def _trial_states(
 
 def report_pages(layers: list[LoopedAttention]) -> None:
     """Log what a token costs in this process, given all its layers, and how many fit."""
-    token = sum(layer.kv_heads * layer.paged.token_bytes for layer in layers)
-    bf16 = sum(layer.kv_heads * 2 * layer.loops * layer.head_dim * BF16_BYTES for layer in layers)
+    token, bf16 = bytes_per_token(layers)
     fit = len(layers[0].kv_cache) * layers[0].paged.page_tokens
     logger.info(
         "residualquant: KV of one token takes %s bytes, in BF16 %s (%.2fx)", f"{token:,}", f"{bf16:,}", bf16 / token

@@ -1,5 +1,6 @@
 """What is registered, what is refused and how, and the self-check; no engine is started."""
 
+import contextlib
 import json
 from dataclasses import replace
 from types import SimpleNamespace
@@ -19,13 +20,15 @@ from residualquant.errors import ResidualQuantError
 from residualquant.layout import PageLayout
 from residualquant.models.base import KVShape
 from residualquant.models.loading import load_model, model_folder
+from residualquant.pages import read_pages
+from residualquant.residual import decode
 from residualquant.rotation.calibration import calibrate
 from residualquant.vllm import register
 from residualquant.vllm.attention import OP_NAME
 from residualquant.vllm.backend import LoopedKVManager, LoopedKVSpec
 from residualquant.vllm.paged import PackedPages, StepBatch
 from residualquant.vllm.settings import Settings, check_config, kv_shape, layer_rotations
-from residualquant.vllm.startup import check_paged
+from residualquant.vllm.startup import check_paged, set_num_threads
 
 PACKED = {"preset": "INT2/4 g=32", "rotation": "hadamard"}
 SHAPE = KVShape(4, 2, 2, 64)
@@ -267,6 +270,39 @@ def test_the_self_check_passes_what_is_right(overrides, groups):
 def test_the_self_check_finds_what_is_wrong(kind):
     with pytest.raises(ResidualQuantError, match="differs from the reference"):
         check_paged(paged(kind), 1, 2, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("kind", [PackedPages, Forgetful])
+def test_the_self_check_takes_one_thread_and_gives_the_others_back(kind, monkeypatch):
+    threads, seen = torch.get_num_threads(), []
+    write = kind.write
+    monkeypatch.setattr(kind, "write", lambda *a: (seen.append(torch.get_num_threads()), write(*a)))
+    set_num_threads(3)
+    try:
+        with contextlib.suppress(ResidualQuantError):
+            check_paged(paged(kind), 1, 2, torch.device("cpu"))
+        assert set(seen) == {1} and torch.get_num_threads() == 3
+    finally:
+        set_num_threads(threads)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        {}, {"reference": "first"}, {"reference": "previous"}, {"reference": "next"}, {"reference": "direct"},
+        {"reference": "previous", "bits": (4, 16, 2, 2)}, {"reference": "next", "bits": (0, 2, 16, 4)},
+    ],
+)  # fmt: skip
+def test_a_loop_decoded_alone_is_that_of_its_group(overrides):
+    own = paged(**overrides)
+    pages = torch.zeros(3, 2, own.layout.page_bytes_per_head, dtype=torch.uint8)
+    k, v = torch.randn(2, 4, 5, 2, 128).bfloat16()
+    slots = torch.tensor([17, 4, 18, 40, 3])
+    own.write(pages, slots, k, v)
+    for kind, packed in zip("kv", read_pages(pages, own.layout, slots)):
+        whole = decode(replace(packed, rotation=own.rotation(0, kind)), "rotated")
+        for loop in range(4):
+            assert torch.equal(own.past(pages, slots, loop)["kv".index(kind)], whole[loop])
 
 
 def test_padding_is_neither_attended_to_nor_written():

@@ -1,15 +1,18 @@
 """`residualquant serve`: the OpenAI server over a compressed cache, every process of vLLM its own."""
 
-import json
+import concurrent.futures
 import os
+import re
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
-import urllib.error
 import urllib.request
+from pathlib import Path
 
+import openai
 import pytest
 import torch
 
@@ -17,10 +20,14 @@ from residualquant.config import preset
 from residualquant.engine import iter_decode
 from residualquant.evals.tasks import problems
 from residualquant.models import load_model
+from residualquant.vllm.serve import METRICS_FOLDER
 
 MODEL = "mini-ouro-maths"
 MAX_MODEL_LEN = 512
 PROMPT = problems("algebra", 1)[0].prompt
+TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"  # the minis know no roles
+SAME_TOKENS = 16  # beyond, a difference of rounding may have changed a code, and with it a token
+CLIENTS = 100
 START_SECONDS = 540
 
 
@@ -30,13 +37,44 @@ def free_port():
         return s.getsockname()[1]
 
 
+class Server:
+    """A running server: ``url``, ``log`` (its text), ``metric(name)`` and an ``openai`` client."""
+
+    def __init__(self, url, log):
+        self.url, self._log = url, log
+        self.client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=300)
+
+    @property
+    def log(self):
+        return self._log.read_text()
+
+    def metric(self, name):
+        """The sum of a metric over its labels, as /metrics shows it."""
+        text = urllib.request.urlopen(f"{self.url}/metrics", timeout=60).read().decode()
+        found = re.findall(rf"^{re.escape(name)}(?:{{.*}})? (\S+)$", text, re.MULTILINE)
+        assert found, f"no {name} in /metrics"
+        return sum(map(float, found))
+
+    def complete(self, **options):
+        return self.client.completions.create(**{"model": MODEL, "prompt": PROMPT, "temperature": 0} | options)
+
+    def wait_until_idle(self):
+        """Until no request is running or waiting."""
+        limit = time.monotonic() + 60
+        while self.metric("vllm:num_requests_running") + self.metric("vllm:num_requests_waiting"):
+            assert time.monotonic() < limit, "requests are still there after 60 s"
+            time.sleep(0.2)
+
+
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
-    """(URL, log file) of a running server."""
-    port, log = free_port(), tmp_path_factory.mktemp("server") / "log"
+    folder, port = tmp_path_factory.mktemp("server"), free_port()
+    log, template = folder / "log", folder / "template.jinja"
+    template.write_text(TEMPLATE)
     command = [
         sys.executable, "-m", "residualquant.cli", "serve", MODEL, "--", "--port", str(port),
-        "--max-model-len", str(MAX_MODEL_LEN), "--dtype", "float32", "--enforce-eager", "--max-num-seqs", "4",
+        "--max-model-len", str(MAX_MODEL_LEN), "--dtype", "float32", "--enforce-eager", "--max-num-seqs", "16",
+        "--chat-template", str(template),
     ]  # fmt: skip
     with log.open("w") as out:
         process = subprocess.Popen(
@@ -54,57 +92,113 @@ def server(tmp_path_factory):
                 if ended or late:
                     pytest.fail(f"no server after {START_SECONDS} s or it ended:\n{log.read_text()[-4000:]}")
                 time.sleep(1)
-        yield url, log
+        yield Server(url, log)
     finally:
         process.terminate()
         try:
             process.wait(60)
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
-
-
-def post(url, **body):
-    data = json.dumps({"model": MODEL, "temperature": 0, **body}).encode()
-    request = urllib.request.Request(f"{url}/v1/completions", data, {"Content-Type": "application/json"})
-    return urllib.request.urlopen(request, timeout=120)
+    left = list(Path(tempfile.gettempdir()).glob(f"{METRICS_FOLDER}{process.pid}-*"))
+    assert not left, "the server left its folder of metrics behind"
 
 
 @pytest.fixture(scope="module")
-def expected():
-    """What the package's own decoder answers."""
+def first(server):
+    """The answer to a prompt of which nothing is cached."""
+    return server.complete(max_tokens=300)
+
+
+@pytest.fixture(scope="module")
+def expected(server, first):
+    """The answer where the cache holds the prompt's first blocks: packed, so it need not be that of ``first``."""
+    return server.complete(max_tokens=300).choices[0].text
+
+
+def test_a_completion_begins_as_the_torch_engines_and_ends_by_itself(first):
     model = load_model(MODEL, device="cpu", dtype=torch.float32)
     ids = model.tokenizer.encode(PROMPT).ids
-    (done,) = iter_decode(model, [ids], [preset("INT2/4 g=32", rotation="hadamard")], 16, set(), progress=False)
-    return model.tokenizer.decode(done.tokens)
+    config = preset("INT2/4 g=32", rotation="hadamard")
+    (done,) = iter_decode(model, [ids], [config], SAME_TOKENS, model.stop_ids, progress=False)
+    assert first.choices[0].text.startswith(model.tokenizer.decode(done.tokens))
+    assert first.choices[0].finish_reason == "stop" and first.usage.completion_tokens < 300
 
 
-def test_completion(server, expected):
-    answer = json.load(post(server[0], prompt=PROMPT, max_tokens=16, ignore_eos=True))
-    assert answer["choices"][0]["text"] == expected
-    assert answer["usage"]["completion_tokens"] == 16
+def test_streaming_gives_the_same_in_pieces(server, expected):
+    pieces = [chunk.choices[0].text for chunk in server.complete(max_tokens=300, stream=True)]
+    assert len(pieces) > 3 and "".join(pieces) == expected
 
 
-def test_streaming(server, expected):
-    events = []
-    for line in post(server[0], prompt=PROMPT, max_tokens=16, ignore_eos=True, stream=True):
-        if line.startswith(b"data: ") and b"[DONE]" not in line:
-            events.append(json.loads(line[6:])["choices"][0]["text"])
-    assert len(events) > 3
-    assert "".join(events) == expected
+def test_a_chat_by_a_template(server, expected):
+    messages = [{"role": "user", "content": PROMPT}]
+    answer = server.client.chat.completions.create(model=MODEL, messages=messages, temperature=0, max_tokens=300)
+    assert answer.choices[0].message.content == expected
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_stop_string_ends_it_and_is_left_out(server, expected, stream):
+    stop = expected[len(expected) // 2 :][:5]
+    answer = server.complete(max_tokens=300, stop=[stop], stream=stream)
+    choices = [chunk.choices[0] for chunk in answer] if stream else answer.choices
+    assert "".join(choice.text for choice in choices) == expected[: expected.index(stop)]
+    assert choices[-1].finish_reason == "stop"
+
+
+def test_a_length_limit_is_said(server, expected):
+    answer = server.complete(max_tokens=5)
+    assert answer.choices[0].finish_reason == "length" and expected.startswith(answer.choices[0].text)
+    assert answer.usage.completion_tokens == 5
 
 
 def test_a_prompt_that_is_too_long_is_the_users_error(server):
-    with pytest.raises(urllib.error.HTTPError) as caught:
-        post(server[0], prompt=[5] * (MAX_MODEL_LEN + 1), max_tokens=1)
-    assert caught.value.code == 400
-    assert str(MAX_MODEL_LEN) in json.load(caught.value)["error"]["message"]
-    json.load(post(server[0], prompt=PROMPT, max_tokens=1))  # and the server goes on
+    for options in ({"prompt": [5] * (MAX_MODEL_LEN + 1)}, {"prompt": [5] * 500, "max_tokens": 100}):
+        with pytest.raises(openai.BadRequestError) as caught:
+            server.complete(**{"max_tokens": 1} | options)
+        assert caught.value.status_code == 400 and str(MAX_MODEL_LEN) in caught.value.message
+    server.complete(max_tokens=1)  # and the server goes on
+
+
+def test_a_client_that_goes_away_frees_what_it_held(server):
+    before = server.metric("vllm:generation_tokens_total")
+    stream = server.complete(max_tokens=300, stream=True, extra_body={"ignore_eos": True})
+    next(iter(stream))
+    stream.close()
+    server.wait_until_idle()
+    assert server.metric("vllm:generation_tokens_total") - before < 250
+    server.complete(max_tokens=1)
+    assert server.metric("vllm:kv_cache_usage_perc") == 0
+
+
+def test_a_hundred_clients_at_once_get_what_each_gets_alone(server):
+    prompts = [f"{n} + {n % 7} = " for n in range(CLIENTS)]
+
+    def ask(prompt):
+        return server.complete(prompt=prompt, max_tokens=6, extra_body={"ignore_eos": True}).choices[0].text
+
+    with concurrent.futures.ThreadPoolExecutor(CLIENTS) as clients:
+        together = list(clients.map(ask, prompts))
+    assert [ask(prompt) for prompt in prompts[::10]] == together[::10]
+    assert len(set(together)) > 10
+    server.wait_until_idle()
+    assert server.metric("vllm:kv_cache_usage_perc") == 0
+
+
+def test_the_servers_metrics_show_the_packed_cache(server):
+    server.complete(max_tokens=1)
+    before = server.metric("residualquant:packed_tokens_total")
+    server.complete(prompt=[7] * 21, max_tokens=5, extra_body={"ignore_eos": True})
+    assert server.metric("residualquant:packed_tokens_total") - before == 21 + 4
+    saved = server.metric("residualquant:kv_bytes_saved_total")
+    assert saved == server.metric("residualquant:packed_tokens_total") * (16_384 - 3_168)
+    assert server.metric("residualquant:sanitised_values_total") == 0
+    assert server.metric("residualquant:kv_bytes_per_token") == 16_384 + 3_168
 
 
 def test_the_log_says_what_a_token_costs(server):
-    text = server[1].read_text()
+    text = server.log
     assert "vllm serve" in text  # the command it stands for
-    assert "residualquant: packed attention checked in" in text
+    (seconds,) = re.findall(r"residualquant: packed attention checked in ([0-9.]+) s", text)
+    assert float(seconds) < 2
     assert "residualquant: KV of one token takes 3,168 bytes, in BF16 16,384 (5.17x)" in text
     assert "tokens fit (BF16: " in text
     assert "residualquant: staging takes 33,554,432 bytes for steps of up to 2,048 tokens" in text

@@ -1,0 +1,116 @@
+"""`engine="vllm"` of the evaluation: the same prompts, stop tokens and records, from the paged cache."""
+
+import pytest
+import torch
+
+from residualquant.config import preset
+from residualquant.errors import ResidualQuantError
+from residualquant.evals import run as evals_run
+from residualquant.models import load_model
+from residualquant.repro.records import Records
+from residualquant.repro.stats import Pair, mcnemar_exact
+from residualquant.rotation.calibration import calibrate
+from residualquant.vllm import decode
+
+MODEL = "mini-ouro-maths"
+CONFIG = preset("INT2/4 g=16", rotation="hadamard")
+N = 16
+LEVEL = 0.05
+
+
+@pytest.fixture(scope="module")
+def model():
+    return load_model(MODEL, device="cpu", dtype=torch.float32)
+
+
+@pytest.fixture(scope="module")
+def cells(model, tmp_path_factory):
+    """{(task, engine): cell} on the first N problems, both engines in one file per task."""
+    folder, found = tmp_path_factory.mktemp("records"), {}
+    for task in ("words", "algebra"):
+        for engine in ("torch", "vllm"):
+            (found[task, engine],) = evals_run.evaluate(
+                model, task, [CONFIG], N, folder / f"{task}.jsonl", engine=engine, progress=False
+            )
+    return found
+
+
+@pytest.mark.parametrize("task", ["words", "algebra"])
+def test_accuracy_is_that_of_the_torch_engine(cells, task):
+    torchs, ours = cells[task, "torch"], cells[task, "vllm"]
+    assert torchs.is_complete and ours.is_complete
+    pair = Pair.of(ours.correct, torchs.correct)
+    assert pair.n == N and mcnemar_exact(pair) > LEVEL
+    same = [ours.answers[p].response == a.response for p, a in torchs.answers.items()]
+    assert sum(same) >= N - 1  # one of other words where two logits are a tie but for rounding
+    assert all(a.finished == torchs.answers[p].finished for p, a in ours.answers.items() if a.response)
+
+
+def test_only_the_engine_tells_the_identities_apart(cells):
+    for task in ("words", "algebra"):
+        ours, torchs = cells[task, "vllm"].identity, cells[task, "torch"].identity
+        assert ours == torchs | decode.identity()
+        assert not decode.identity().keys() & torchs.keys()
+
+
+def test_both_engines_answers_stay_in_one_file_and_none_is_decoded_again(model, tmp_path, monkeypatch):
+    asked, begin = [], decode._run
+    monkeypatch.setattr(
+        decode, "_run", lambda engine, prompts, rows, *a: begin(engine, prompts, asked.append(rows) or rows, *a)
+    )
+    path, few = tmp_path / "r.jsonl", {"max_new_tokens": 4, "progress": False}
+    whole = evals_run.evaluate(model, "words", [CONFIG], 4, path, **few)
+    with monkeypatch.context() as patch:  # killed after two answers
+        patch.setattr(decode, "Completion", _limited(decode.Completion, 2))
+        with pytest.raises(KeyboardInterrupt):
+            evals_run.evaluate(model, "words", [CONFIG], 4, path, engine="vllm", **few)
+    (cell,) = evals_run.evaluate(model, "words", [CONFIG], 4, path, engine="vllm", **few)
+    assert [len(rows) for rows in asked] == [4, 2]
+    assert evals_run.evaluate(model, "words", [CONFIG], 4, path, engine="vllm", **few)[0].answers == cell.answers
+    assert len(asked) == 2
+    assert set(Records(path).cells) == {cell.key[:16], whole[0].key[:16]}
+
+
+def _limited(kind, count):
+    """``kind``, until it was made ``count`` times."""
+    made = []
+
+    def make(*args):
+        if len(made) == count:
+            raise KeyboardInterrupt
+        made.append(kind(*args))
+        return made[-1]
+
+    return make
+
+
+def test_calibrated_rotations_reach_the_engine(tiny_ouro, tmp_path, model):
+    config, folder = preset("INT2/4 g=32", rotation="oscar"), tmp_path / "calibrated"
+    tiny = load_model(tiny_ouro, device="cpu", dtype=torch.float32)
+    given = calibrate(tiny, {folder: config}, [[1, 2, 3, 4] * 8], [[5, 6, 7] * 8], progress=False)[folder]
+    prompts = [[n, 7, 9, *range(20, 40)] for n in range(4)]
+    from residualquant.engine import iter_decode
+
+    expected, found = (
+        {
+            done.prompt_index: done.tokens
+            for done in decoder(tiny, prompts, [config], 8, set(), rotations={0: given}, progress=False)
+        }
+        for decoder in (iter_decode, decode.iter_decode)
+    )
+    assert found == expected
+
+
+def test_what_vllm_cannot_decode_is_refused_before_anything_is_written(model, tmp_path):
+    def ask(asked, **options):
+        evals_run.evaluate(asked, "words", [CONFIG], 2, tmp_path / "r.jsonl", **options)
+
+    with pytest.raises(ValueError, match="unknown engine 'tensorrt'; known: torch, vllm"):
+        ask(model, engine="tensorrt")
+    with pytest.raises(ValueError, match="no BF16 windows"):
+        decode.check(model, [preset("INT2/4 g=32", recent_tokens=64)])
+    unsaved = load_model(MODEL, device="cpu")
+    del unsaved.folder
+    with pytest.raises(ResidualQuantError, match="mini-ouro-maths was not loaded from one"):
+        ask(unsaved, engine="vllm")
+    assert not list(tmp_path.iterdir())
