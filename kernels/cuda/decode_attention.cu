@@ -35,11 +35,12 @@ constexpr int BLOCKS_PER_SM = ACCUMULATORS <= 32 ? 4 : 2;
 constexpr int STAGE_BUDGET = (BLOCKS_PER_SM == 4 ? 50 : 88) * 1024 / WARPS;
 constexpr int STAGES = STAGE_BUDGET / STAGE_BYTES < 2 ? 2 : smaller(STAGE_BUDGET / STAGE_BYTES, 4);
 constexpr int COLUMN_THREADS = HEAD_DIM / 8, ROW_SETS = THREADS / COLUMN_THREADS;  // of the query's rotation
+constexpr int ROWS_AT_ONCE = 16;  // of a matrix that a thread has on the way: 64 registers
+constexpr int PASSES_AT_ONCE = smaller(HEAD_DIM, 128) / (8 * WARPS);  // of the rotation of the output
+constexpr int CHANNELS_A_THREAD = ceil_div(HEAD_DIM, THREADS);
 constexpr int SCRATCH_FLOATS = QUERY_HEADS * HEAD_DIM * (ROW_SETS + 1);
 constexpr int SHARED_BYTES = WARPS * STAGES * STAGE_BYTES + SCRATCH_FLOATS * 4;
 static_assert(SCRATCH_FLOATS >= QUERY_HEADS * WARPS * (HEAD_DIM + 2), "the epilogue's sums must fit in the scratch");
-
-constexpr int MERGE_ROWS = 4;             // sequences that a block of the merging kernel serves
 
 // ---------------------------------------------------------------- the query
 
@@ -58,8 +59,10 @@ __device__ void rotate_queries(const Arguments& arg, int row, int head, int kv_h
   const int set = thread / COLUMN_THREADS, column = thread % COLUMN_THREADS * 8;
   float sums[QUERY_HEADS][8] = {};
   if (set < ROW_SETS) {
-#pragma unroll 8
-    for (int i = set; i < HEAD_DIM; i += ROW_SETS) {
+#pragma unroll ROWS_AT_ONCE
+    for (int n = 0; n < ceil_div(HEAD_DIM, ROW_SETS); ++n) {
+      const int i = n * ROW_SETS + set;
+      if (HEAD_DIM % ROW_SETS && i >= HEAD_DIM) break;
       const uint4 eight = *reinterpret_cast<const uint4*>(matrix + i * HEAD_DIM + column);
       const uint32_t words[4] = {eight.x, eight.y, eight.z, eight.w};
 #pragma unroll
@@ -109,7 +112,23 @@ __device__ __forceinline__ float query_value(const float* z, int pair, int colum
   return value;
 }
 
-__device__ void prepare_query(const Arguments& arg, const float* z, int kv_head, int lane, Query& query) {
+// A lane's part of the means of K, by kind.
+struct Means {
+  float values[KINDS][HEAD_DIM / LANES] = {};
+
+  __device__ __forceinline__ Means(const Arguments& arg, int kv_head, int lane) {
+    static_for<KINDS>([&](auto index) {
+      constexpr int kind = index;
+      if (arg.means[kind] != nullptr) {
+        const float* mean = arg.means[kind] + kv_head * arg.mean_stride + lane;
+#pragma unroll
+        for (int i = 0; i < HEAD_DIM / LANES; ++i) values[kind][i] = mean[i * LANES];
+      }
+    });
+  }
+};
+
+__device__ void prepare_query(const Arguments& arg, const float* z, const Means& means, int lane, Query& query) {
   const int g = lane / 4, t = lane % 4;
   const float unit = query_unit(z, lane);
   query.factor = static_cast<float>(arg.scale * 1.4426950408889634) * CODE_UNIT / unit;
@@ -137,13 +156,11 @@ __device__ void prepare_query(const Arguments& arg, const float* z, int kv_head,
       constexpr int which = index;
       constexpr int kind = 2 * pair + which;
       if constexpr (kind < KINDS) {
-        if (arg.means[kind] != nullptr) {
-          const float* mean = arg.means[kind] + kv_head * arg.mean_stride;
-          float dot = 0.0f;
-          for (int i = lane; i < HEAD_DIM; i += LANES) dot += z[i] * mean[i];
-          dot = sum_over_warp(dot) * unit / CODE_UNIT;
-          if (t == which * SLOTS / 2) query.mean[pair] = dot;
-        }
+        float dot = 0.0f;
+#pragma unroll
+        for (int i = 0; i < HEAD_DIM / LANES; ++i) dot += z[i * LANES + lane] * means.values[kind][i];
+        dot = sum_over_warp(dot) * unit / CODE_UNIT;
+        if (t == which * SLOTS / 2) query.mean[pair] = dot;
       }
     });
   });
@@ -208,21 +225,11 @@ __device__ void write_split(const Arguments& arg, const Running (&run)[QUERY_HEA
   }
 }
 
-// Attention of QUERY_HEADS query heads over one split of a sequence's past.
-__global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) decode_attention_kernel(const Arguments arg) {
+// Attention of QUERY_HEADS query heads over the tiles from `begin` to `end` of a sequence's past.
+__device__ __forceinline__ void attend_split(const Arguments& arg, int row, int head, int kv_head, int split, int begin,
+                                             int end, int length, float* scratch) {
   const int warp = threadIdx.x / LANES, lane = threadIdx.x % LANES;
-  const int sets = static_cast<int>(arg.query_heads / arg.kv_heads) / QUERY_HEADS;
-  const int split = blockIdx.x / sets, kv_head = blockIdx.y, row = blockIdx.z;
-  const int head = (kv_head * sets + blockIdx.x % sets) * QUERY_HEADS;
-  const int length = arg.lengths[row], tiles = ceil_div(length, TILE_TOKENS);
-  const int per_split = ceil_div(tiles, static_cast<int>(arg.splits));
-  const int begin = split * per_split, end = smaller(begin + per_split, tiles);
-  if (begin >= end) {
-    if (threadIdx.x < QUERY_HEADS) arg.lse[(row * arg.query_heads + head + threadIdx.x) * arg.splits + split] = -INFINITY;
-    return;
-  }
   uint8_t* stages = shared_memory() + warp * STAGES * STAGE_BYTES;
-  float* scratch = reinterpret_cast<float*>(shared_memory() + WARPS * STAGES * STAGE_BYTES);
   float* rotated = scratch + QUERY_HEADS * HEAD_DIM * ROW_SETS;
 
   const int count = begin + warp < end ? ceil_div(end - begin - warp, WARPS) : 0;
@@ -231,10 +238,11 @@ __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) decode_attention_kerne
 #pragma unroll
   for (int stage = 0; stage < STAGES - 1; ++stage) stream.issue(stage);
 
+  const Means means(arg, kv_head, lane);
   rotate_queries(arg, row, head, kv_head, scratch, rotated);
   Query query[QUERY_HEADS];
 #pragma unroll
-  for (int h = 0; h < QUERY_HEADS; ++h) prepare_query(arg, rotated + h * HEAD_DIM, kv_head, lane, query[h]);
+  for (int h = 0; h < QUERY_HEADS; ++h) prepare_query(arg, rotated + h * HEAD_DIM, means, lane, query[h]);
 
   const ReadPlaces places(lane / 4, lane % 4);
   Running run[QUERY_HEADS];
@@ -264,82 +272,112 @@ __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) decode_attention_kerne
 
 // ---------------------------------------------------------------- splits and the current token
 
-// Weight of each split and of the current token in one row, and the weighted sum of the splits in rotated space.
-__device__ void merge_row(const Arguments& arg, int row, int head, int kv_head, int lane, float* past, float* current) {
-  const uint16_t* q = arg.q + row * arg.q_stride + head * arg.q_head_stride;
-  const uint16_t* k = arg.k + row * arg.k_stride + kv_head * arg.k_head_stride;
+// Score of the current token, in log2.
+__device__ __forceinline__ float own_score(const Arguments& arg, int row, int head, int kv_head, int lane) {
+  const uint16_t* q = arg.q + row * arg.q_stride + head * arg.q_head_stride + lane;
+  const uint16_t* k = arg.k + row * arg.k_stride + kv_head * arg.k_head_stride + lane;
   float dot = 0.0f;
-  for (int i = lane; i < HEAD_DIM; i += LANES) dot += bf16_to_float(q[i]) * bf16_to_float(k[i]);
-  const float own = sum_over_warp(dot) * static_cast<float>(arg.scale * 1.4426950408889634);
-
-  const int splits = static_cast<int>(arg.splits);
-  const int64_t place = (row * arg.query_heads + head) * arg.splits;
-  float maximum = own;
-  for (int s = 0; s < splits; ++s) maximum = fmaxf(maximum, arg.lse[place + s]);
-  float total = exp2f(own - maximum), sums[HEAD_DIM / LANES] = {};
-  *current = total;
-  for (int s = 0; s < splits; ++s) {
-    const float share = exp2f(arg.lse[place + s] - maximum);
-    total += share;
 #pragma unroll
-    for (int i = 0; i < HEAD_DIM / LANES; ++i) {  // an empty split was not written
-      if (share > 0.0f) sums[i] += share * arg.partial[(place + s) * HEAD_DIM + i * LANES + lane];
-    }
-  }
-  *current /= total;
-#pragma unroll
-  for (int i = 0; i < HEAD_DIM / LANES; ++i) past[i * LANES + lane] = sums[i] / total;
+  for (int i = 0; i < HEAD_DIM; i += LANES) dot += bf16_to_float(q[i]) * bf16_to_float(k[i]);
+  return sum_over_warp(dot) * static_cast<float>(arg.scale * 1.4426950408889634);
 }
 
-__device__ __forceinline__ void write_channel(const Arguments& arg, int row, int head, int kv_head, int channel,
-                                              float past, float current) {
-  const float own = bf16_to_float(arg.v[row * arg.v_stride + kv_head * arg.v_head_stride + channel]);
+// The weighted sum of the splits of one query head into `past` [D], in rotated space; returns the current token's weight.
+__device__ float merge_splits(const Arguments& arg, int row, int head, int kv_head, float* past) {
+  const int lane = threadIdx.x % LANES, splits = static_cast<int>(arg.splits);
+  const int64_t place = (row * arg.query_heads + head) * arg.splits;
+  const float own = own_score(arg, row, head, kv_head, lane);
+  float maximum = own;
+  for (int s = lane; s < splits; s += LANES) maximum = fmaxf(maximum, load_past_cache(arg.lse + place + s));
+  maximum = max_over_warp(maximum);
+  float total = exp2f(own - maximum), sums[CHANNELS_A_THREAD] = {};
+  const float current = total;
+  for (int first = 0; first < splits; first += LANES) {
+    float share = 0.0f;
+    if (first + lane < splits) share = exp2f(load_past_cache(arg.lse + place + first + lane) - maximum);
+    total += sum_over_warp(share);
+#pragma unroll 8
+    for (int s = 0; s < smaller(LANES, splits - first); ++s) {
+      const float weight = from_lane(share, s);
+      const float* values = arg.partial + (place + first + s) * HEAD_DIM;
+#pragma unroll
+      for (int i = 0; i < CHANNELS_A_THREAD; ++i) {
+        const int channel = i * THREADS + threadIdx.x;
+        const float value = channel < HEAD_DIM ? load_past_cache(values + channel) : 0.0f;
+        sums[i] += weight > 0.0f ? weight * value : 0.0f;  // an empty split was not written
+      }
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < CHANNELS_A_THREAD; ++i) {
+    const int channel = i * THREADS + threadIdx.x;
+    if (channel < HEAD_DIM) past[channel] = sums[i] / total;
+  }
+  return current / total;
+}
+
+__device__ __forceinline__ void write_channel(const Arguments& arg, int row, int head, int channel, float value) {
   const int64_t place = row * arg.out_stride + head * arg.out_head_stride + channel;
-  const float value = past + current * own;
   if (arg.out_is_float) static_cast<float*>(arg.out)[place] = value;
   else static_cast<uint16_t*>(arg.out)[place] = float_to_bf16(value);
 }
 
-// out = (past sum) U_V^T + the current token's share, for MERGE_ROWS sequences of one query head.
-__global__ void __launch_bounds__(THREADS) merge_splits_kernel(const Arguments arg) {
-  const int thread = threadIdx.x, warp = thread / LANES, lane = thread % LANES;
-  const int head = blockIdx.x, kv_head = head / static_cast<int>(arg.query_heads / arg.kv_heads);
-  const int first = blockIdx.y * MERGE_ROWS, rows = smaller(MERGE_ROWS, static_cast<int>(arg.batch) - first);
-  float* past = reinterpret_cast<float*>(shared_memory());  // [MERGE_ROWS, D], then [MERGE_ROWS]
-  float* current = past + MERGE_ROWS * HEAD_DIM;
-  for (int r = warp; r < MERGE_ROWS; r += WARPS) {
-    if (r < rows) {
-      float share;
-      merge_row(arg, first + r, head, kv_head, lane, past + r * HEAD_DIM, &share);
-      if (lane == 0) current[r] = share;
-    } else {
-      for (int i = lane; i < HEAD_DIM; i += LANES) past[r * HEAD_DIM + i] = 0.0f;
-    }
+// out = (past sum) U_V^T + the current token's share. Four lanes share a channel of the output, a row of the matrix.
+__device__ void finish(const Arguments& arg, int row, int head, int kv_head, float* past) {
+  const int warp = threadIdx.x / LANES, g = threadIdx.x % LANES / 4, t = threadIdx.x % 4;
+  float current[QUERY_HEADS];
+#pragma unroll
+  for (int h = 0; h < QUERY_HEADS; ++h) {
+    current[h] = merge_splits(arg, row, head + h, kv_head, past + h * HEAD_DIM);
   }
   sync_block();
-  if (arg.v_matrix == nullptr) {
-    for (int i = thread; i < rows * HEAD_DIM; i += THREADS) {
-      write_channel(arg, first + i / HEAD_DIM, head, kv_head, i % HEAD_DIM, past[i], current[i / HEAD_DIM]);
-    }
-    return;
-  }
-  const __half* matrix = arg.v_matrix + kv_head * arg.v_matrix_stride;
-  for (int channel = warp; channel < HEAD_DIM; channel += WARPS) {
-    float sums[MERGE_ROWS] = {};
+  const __half* matrix = arg.v_matrix == nullptr ? nullptr : arg.v_matrix + kv_head * arg.v_matrix_stride;
+#pragma unroll PASSES_AT_ONCE
+  for (int first = 0; first < HEAD_DIM; first += 8 * WARPS) {
+    const int channel = first + warp * 8 + g;
+    if (HEAD_DIM % (8 * WARPS) && channel >= HEAD_DIM) break;
+    float sums[QUERY_HEADS] = {};
+    if (matrix != nullptr) {
 #pragma unroll
-    for (int j = 2 * lane; j < HEAD_DIM; j += 2 * LANES) {
-      const uint32_t two = *reinterpret_cast<const uint32_t*>(matrix + channel * HEAD_DIM + j);
+      for (int j = 8 * t; j < HEAD_DIM; j += 32) {
+        const uint4 eight = *reinterpret_cast<const uint4*>(matrix + channel * HEAD_DIM + j);
+        const uint32_t words[4] = {eight.x, eight.y, eight.z, eight.w};
 #pragma unroll
-      for (int r = 0; r < MERGE_ROWS; ++r) {
-        sums[r] += past[r * HEAD_DIM + j] * low_half(two) + past[r * HEAD_DIM + j + 1] * high_half(two);
+        for (int h = 0; h < QUERY_HEADS; ++h) {
+#pragma unroll
+          for (int i = 0; i < 4; ++i) {
+            const float* two = past + h * HEAD_DIM + j + 2 * i;
+            sums[h] += two[0] * low_half(words[i]) + two[1] * high_half(words[i]);
+          }
+        }
       }
     }
+    const float own = bf16_to_float(arg.v[row * arg.v_stride + kv_head * arg.v_head_stride + channel]);
 #pragma unroll
-    for (int r = 0; r < MERGE_ROWS; ++r) {
-      const float value = sum_over_warp(sums[r]);
-      if (lane == r && r < rows) write_channel(arg, first + r, head, kv_head, channel, value, current[r]);
+    for (int h = 0; h < QUERY_HEADS; ++h) {
+      float value = sums[h];
+      value += from_neighbour(value, 1);
+      value += from_neighbour(value, 2);
+      if (matrix == nullptr) value = past[h * HEAD_DIM + channel];
+      if (t == 0) write_channel(arg, row, head + h, channel, value + current[h] * own);
     }
   }
+}
+
+// Attention of QUERY_HEADS query heads over one split of a sequence's past; the last block of a sequence merges them.
+__global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) decode_attention_kernel(const Arguments arg) {
+  const int sets = static_cast<int>(arg.query_heads / arg.kv_heads) / QUERY_HEADS;
+  const int split = blockIdx.x / sets, kv_head = blockIdx.y, row = blockIdx.z, splits = static_cast<int>(arg.splits);
+  const int head = (kv_head * sets + blockIdx.x % sets) * QUERY_HEADS;
+  const int length = arg.lengths[row], tiles = ceil_div(length, TILE_TOKENS), per_split = ceil_div(tiles, splits);
+  const int begin = split * per_split, end = smaller(begin + per_split, tiles);
+  float* scratch = reinterpret_cast<float*>(shared_memory() + WARPS * STAGES * STAGE_BYTES);
+  if (begin < end) {
+    attend_split(arg, row, head, kv_head, split, begin, end, length, scratch);
+  } else if (threadIdx.x < QUERY_HEADS) {
+    arg.lse[(row * arg.query_heads + head + threadIdx.x) * arg.splits + split] = -INFINITY;
+  }
+  if (last_to_arrive(arg.arrived + row * arg.query_heads + head, splits)) finish(arg, row, head, kv_head, scratch);
 }
 
 extern "C" {
@@ -350,17 +388,12 @@ int decode_attention_arguments_bytes() { return sizeof(Arguments); }
 // Blocks of the first kernel that fit on a multiprocessor: what the number of splits is chosen by.
 int decode_attention_blocks_per_sm() { return BLOCKS_PER_SM; }
 
-// Both kernels, on a stream; returns a cudaError_t.
+// The kernel, on a stream; returns a cudaError_t.
 int decode_attention(const Arguments* arguments, void* stream) {
   const Arguments& arg = *arguments;
   const int sets = static_cast<int>(arg.query_heads / arg.kv_heads) / QUERY_HEADS;
   const dim3 grid(static_cast<unsigned>(arg.splits * sets), static_cast<unsigned>(arg.kv_heads),
                   static_cast<unsigned>(arg.batch));
-  const int status = launch(decode_attention_kernel, grid, THREADS, SHARED_BYTES, stream, arg);
-  if (status != 0) return status;
-  const dim3 merge_grid(static_cast<unsigned>(arg.query_heads),
-                        static_cast<unsigned>(ceil_div(static_cast<int>(arg.batch), MERGE_ROWS)));
-  const int merge_bytes = MERGE_ROWS * (HEAD_DIM + 1) * 4;
-  return launch(merge_splits_kernel, merge_grid, THREADS, merge_bytes, stream, arg);
+  return launch(decode_attention_kernel, grid, THREADS, SHARED_BYTES, stream, arg);
 }
 }

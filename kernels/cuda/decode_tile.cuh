@@ -3,7 +3,10 @@
 
 #include "decode_layout.cuh"
 
-constexpr int WARPS = 4, LANES = 32, THREADS = WARPS * LANES;
+#ifndef WARPS
+#define WARPS 4
+#endif
+constexpr int LANES = 32, THREADS = WARPS * LANES;
 
 // f16 holds p * 2^P_EXPONENT, so that small p keep their bits. The running maximum moves only when it is exceeded by
 // more than SLACK (in log2), so p 2^P_EXPONENT <= 2^6; times an e4m3 scale it stays below the largest f16.
@@ -25,6 +28,7 @@ struct Arguments {
   int64_t mean_stride;
   float* partial;  // [B, Hq, splits, D]
   float* lse;      // [B, Hq, splits], log2
+  uint32_t* arrived;  // [B, Hq], splits that are done; zero before and after every launch
   void* out;       // [B, Hq, D], bf16 or f32
   int64_t out_stride, out_head_stride, out_is_float;
   int64_t batch, query_heads, kv_heads, splits;

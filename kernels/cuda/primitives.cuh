@@ -47,6 +47,20 @@ __device__ __forceinline__ void sync_warp() { __syncwarp(); }
 __device__ __forceinline__ void sync_block() { __syncthreads(); }
 __device__ __forceinline__ bool any_lane(bool value) { return __any_sync(ALL_LANES, value); }
 
+// Whether this is the last of `parties` blocks to come here; it then sees what the others have written before. The
+// counter is zero again afterwards.
+__device__ __forceinline__ bool last_to_arrive(uint32_t* counter, int parties) {
+  __threadfence();
+  __syncthreads();
+  const bool last = threadIdx.x == 0 && atomicInc(counter, parties - 1) == parties - 1;
+  const bool anyone = __syncthreads_or(last);
+  __threadfence();
+  return anyone;
+}
+
+// Read what another block has written: past the first-level cache.
+__device__ __forceinline__ float load_past_cache(const float* source) { return __ldcg(source); }
+
 template <typename T>
 __device__ __forceinline__ T from_lane(T value, int lane) {
   return __shfl_sync(ALL_LANES, value, lane);

@@ -74,6 +74,16 @@ inline void arrive(Barrier& barrier, int parties) {
 inline void sync_warp() { arrive(warp_barriers[warp_of(current)], 32); }
 inline void sync_block() { arrive(block_barrier, (int)fibers.size()); }
 
+inline bool last_to_arrive(uint32_t* counter, int parties) {
+  static bool last;
+  sync_block();
+  if (current == 0) last = (*counter)++ == (uint32_t)parties - 1, *counter %= parties;
+  sync_block();
+  return last;
+}
+
+inline float load_past_cache(const float* source) { return *source; }
+
 // What a lane has sent becomes readable between two barriers.
 template <typename Read>
 auto exchange(Read read) {
