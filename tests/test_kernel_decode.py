@@ -424,7 +424,7 @@ def test_benchmark_needs_a_gpu_and_writes_what_it_measured(tmp_path, monkeypatch
         bench.run(quick=True, prefer="cuda", models=["Ouro-1.4B"])
     values = {field.name: 1.0 for field in dataclasses.fields(bench.Timing)}
     rows = [
-        bench.Timing(**{**values, "model": model, "operation": operation, "read_bytes": 10**9})
+        bench.Timing(**{**values, "model": model, "reference": "last", "operation": operation, "read_bytes": 10**9})
         for model in bench.MODELS
         for operation in bench.LOOPS
     ]

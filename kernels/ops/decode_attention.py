@@ -92,7 +92,7 @@ def workspace(
     device: torch.device | str,
     splits: int | None = None,
 ) -> Workspace:
-    """Scratch for up to ``batch`` sequences of up to ``max_tokens`` past tokens, for all layers and loops on one stream.
+    """Scratch for up to ``batch`` sequences of up to ``max_tokens`` past tokens, for all layers and loops of a stream.
 
     Args:
         batch, query_heads, kv_heads, head_dim: B, Hq, H, D.
