@@ -25,7 +25,7 @@ def assembly(kernel, arch, pointers, constants, **options):
     source = triton.compiler.ASTSource(kernel, signature=signature, constexprs=values)
     return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options).asm["ptx"]
 
-def writer(arch, rotated, head_dim, **config):
+def writer(arch, rotated, head_dim, parts=1, **config):
     layout = PageLayout(KVQuantConfig(**config), head_dim)
     pointers = dict(words="*i16", slots="*i64", k="*bf16", v="*bf16", k_matrix="*fp16", v_matrix="*fp16",
                     k_means="*fp32", sanitised="*i32", rotated="*fp32")
@@ -33,7 +33,7 @@ def writer(arch, rotated, head_dim, **config):
     warps = width // pack_kv.WARP_CHANNELS
     constants = dict(RUNS=pack_kv.coding_runs(layout), LOOPS=layout.config.loops, S=16, D=head_dim, BLOCK_D=width,
                      COEFFICIENT=layout.config.coefficient, CHAINED=layout.config.reference in ("previous", "next"),
-                     BLOCK_T=16, WARPS=warps)
+                     BLOCK_T=16, WARPS=warps, PARTS=parts)
     if not rotated:
         constants |= dict.fromkeys(("k_matrix", "v_matrix", "k_means", "sanitised", "rotated"))
     options = dict(num_warps=warps, enable_fp_fusion=False)
@@ -68,6 +68,7 @@ OURO = "bits=(2, 2, 2, 4), rotation='optr_h'"
 TUNED = "BLOCK_M=128, BLOCK_N=64, num_warps=8, num_stages=2"
 KERNELS = {
     "writer, Ouro": f"writer(90, True, 128, {OURO})",
+    "writer, Ouro, a part for each residual": f"writer(90, True, 128, 3, {OURO})",
     "writer, Huginn, g = 16": f"writer(90, True, 96, group_size=16, {OURO})",
     "writer, chained, D = 96": "writer(120, False, 96, bits=(3, 1, 0, 8), reference='next', coefficient='norm_ratio')",
     "writer, direct": "writer(90, False, 64, bits=(2, 4), reference='direct')",

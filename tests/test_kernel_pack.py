@@ -81,6 +81,14 @@ def test_every_byte_is_the_reference(case):
     check_bytes(layout_of(*case), tokens=5, heads=1)
 
 
+@pytest.mark.parametrize("case", [CASES[0], CASES[3], CASES[6], CASES[11]], ids=str)
+def test_loops_in_parts(case, monkeypatch):
+    """What a step of few tokens does on a GPU; sanitised values of the anchor are still counted once."""
+    monkeypatch.setattr(writer, "processors", lambda device: 132)
+    assert writer.choose_parts(layout_of(*case).config, 2, 132) > 1
+    check_bytes(layout_of(*case), tokens=5, heads=1)
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_every_byte_is_the_reference_from_16_bit_states(dtype):
     check_bytes(layout_of(64, (2, 4), 16, "last", "ls"), tokens=5, heads=2, dtype=dtype)

@@ -31,8 +31,8 @@
 #include "decode_tile.cuh"
 
 constexpr int ACCUMULATORS = QUERY_HEADS * PAIRS * ROW_TILES * 4;
-constexpr int BLOCKS_PER_SM = ACCUMULATORS <= 32 ? 4 : 2;
-constexpr int STAGE_BUDGET = (BLOCKS_PER_SM == 4 ? 50 : 88) * 1024 / WARPS;
+constexpr int WARPS_PER_SM = ACCUMULATORS <= 32 ? 16 : 8, BLOCKS_PER_SM = WARPS_PER_SM / WARPS;
+constexpr int STAGE_BUDGET = (WARPS_PER_SM == 16 ? 50 : 88) * 256;  // of a warp
 constexpr int STAGES = STAGE_BUDGET / STAGE_BYTES < 2 ? 2 : smaller(STAGE_BUDGET / STAGE_BYTES, 4);
 constexpr int COLUMN_THREADS = HEAD_DIM / 8, ROW_SETS = THREADS / COLUMN_THREADS;  // of the query's rotation
 constexpr int ROWS_AT_ONCE = 16;  // of a matrix that a thread has on the way: 64 registers

@@ -23,6 +23,7 @@ no contraction into fused multiply-adds, IEEE division, and inner products summe
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 
 import torch
 import triton
@@ -79,11 +80,16 @@ def pack_kv_kernel(
     loop_stride, token_stride, head_stride, k_matrix_stride, v_matrix_stride,
     block_stride, page_head_stride, k_start, v_start,
     RUNS: tl.constexpr, LOOPS: tl.constexpr, COEFFICIENT: tl.constexpr, CHAINED: tl.constexpr, S: tl.constexpr,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_T: tl.constexpr, WARPS: tl.constexpr,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_T: tl.constexpr, WARPS: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """One block of tokens of one head, K (program axis 2 at 0) or V (1), by the RUNS of :func:`coding_runs`."""
+    """One block of tokens of one head by the RUNS of :func:`coding_runs`.
+
+    Program axis 2 is K or V, then the part: with PARTS > 1 each part codes its share of the loops, and all of them the
+    anchor, which the first stores.
+    """
     head = tl.program_id(1).to(tl.int64)
-    is_v = tl.program_id(2)
+    is_v = tl.program_id(2) // PARTS
+    part = tl.program_id(2) % PARTS
     channel = tl.arange(0, BLOCK_D)
     token = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     slot = tl.load(slots + token, mask=token < tokens, other=-1).to(tl.int64)
@@ -102,58 +108,71 @@ def pack_kv_kernel(
             matrix = v_matrix + head * v_matrix_stride
         rotation = _load_matrix(matrix, D, BLOCK_D, WARPS)
 
+    ANCHORED: tl.constexpr = RUNS[len(RUNS) - 1][4]  # the first run is the anchor
     reference = tl.zeros([BLOCK_T, BLOCK_D], tl.float32)
-    following = tl.load(x + RUNS[0][0] * loop_stride, mask=inside, other=0.0)
+    upcoming = _load_loop(x, inside, 0 if ANCHORED else part, loop_stride, RUNS, 0)
     for r in tl.static_range(len(RUNS)):
+        first = 0 if ANCHORED and r == 0 else part
+        following = upcoming
+        if r + 1 < len(RUNS):
+            upcoming = _load_loop(x, inside, part, loop_stride, RUNS, r + 1)
         if RUNS[r][4] and not CHAINED:
             energy = _dot(reference, reference, D)
-        for j in range(RUNS[r][10]):
+        for step in range((RUNS[r][10] + PARTS - 1) // PARTS):
+            j = first + step * PARTS
             loop = RUNS[r][0] + j * RUNS[r][8]
             page = first_page + j * RUNS[r][9]
-            z = _take(following, rotation, sanitised, WARPS)
-            upcoming = loop + RUNS[r][8]
-            if r + 1 < len(RUNS):
-                upcoming = tl.where(j + 1 < RUNS[r][10], upcoming, RUNS[r + 1][0])
-            more = inside & ((j + 1 < RUNS[r][10]) | (r + 1 < len(RUNS)))
-            following = tl.load(x + upcoming * loop_stride, mask=more, other=0.0)
+            own = j < RUNS[r][10]
+            if ANCHORED and r == 0:
+                own = part == 0
+            mine = stored & own
+            z = _take(following, rotation, sanitised, own, WARPS)
+            following = _load_loop(x, inside, j + PARTS, loop_stride, RUNS, r)
             if rotated is not None:
                 state = (((is_v * LOOPS + loop) * tokens + token) * tl.num_programs(1) + head) * D
-                tl.store(rotated + state[:, None] + channel[None, :], z, mask=inside)
+                tl.store(rotated + state[:, None] + channel[None, :], z, mask=inside & own)
             prediction = tl.zeros_like(z)
             if RUNS[r][4]:
                 if CHAINED:
                     energy = _dot(reference, reference, D)
-                prediction = _predict(page, t, stored, z, reference, energy, RUNS[r][7], COEFFICIENT, D)
-            mean = _load_mean(k_means, loop, head, is_v, D, BLOCK_D)
+                prediction = _predict(page, t, mine, z, reference, energy, RUNS[r][7], COEFFICIENT, D)
+            mean = _load_mean(k_means, loop, head, is_v, LOOPS, D, BLOCK_D)
             value = prediction
             if RUNS[r][1] > 0:
-                value = prediction + _code(page, t, stored, is_v, z - prediction - mean, RUNS, r, D)
-            if CHAINED or (r == 0 and RUNS[len(RUNS) - 1][4]):
+                value = prediction + _code(page, t, mine, is_v, z - prediction - mean, RUNS, r, D)
+            if CHAINED or (ANCHORED and r == 0):
                 reference = value + mean
 
 
 @triton.jit
-def _take(x, rotation, sanitised, WARPS: tl.constexpr):
-    """Z of fp32, fp16 or bf16 states: NaN as 0, clamped to +-65504, counted, and rotated if there is a matrix."""
+def _load_loop(x, inside, j, loop_stride, RUNS: tl.constexpr, r: tl.constexpr):
+    """States of the j-th loop of run r; 0 where there is none."""
+    loop = RUNS[r][0] + j * RUNS[r][8]
+    return tl.load(x + loop * loop_stride, mask=inside & (j < RUNS[r][10]), other=0.0)
+
+
+@triton.jit
+def _take(x, rotation, sanitised, own, WARPS: tl.constexpr):
+    """Z of fp32, fp16 or bf16 states: NaN as 0, clamped to +-65504, counted if own, and rotated by a matrix if any."""
     z = x.to(tl.float32)
     changed = tl.sum(tl.where(tl.abs(z) <= 65504.0, 0, 1))
     if changed > 0:  # hardly ever: a branch keeps the clamp out of every value's way
         z = tl.minimum(tl.maximum(tl.where(z == z, z, 0.0), -65504.0), 65504.0)
         if sanitised is not None:
-            tl.atomic_add(sanitised, changed)
+            tl.atomic_add(sanitised, changed, mask=own)
     if rotation is not None:
         z = _rotate(z, rotation, WARPS)
     return z
 
 
 @triton.jit
-def _load_mean(means, loop, head, is_v, D: tl.constexpr, W: tl.constexpr):
-    """The fixed means of a loop's keys, [1, W]; 0 for V, or without means."""
+def _load_mean(means, loop, head, is_v, LOOPS: tl.constexpr, D: tl.constexpr, W: tl.constexpr):
+    """The fixed means of a loop's keys, [1, W]; 0 for V, for a loop that there is not, or without means."""
     mean = tl.zeros([W], tl.float32)
     if means is not None:
         channel = tl.arange(0, W)
         at = means + (loop * tl.num_programs(1) + head) * D + channel
-        mean = tl.load(at, mask=(channel < D) & (is_v == 0), other=0.0)
+        mean = tl.load(at, mask=(channel < D) & (is_v == 0) & (loop < LOOPS), other=0.0)
     return mean[None, :]
 
 
@@ -378,17 +397,40 @@ def pack_kv(
         return
     cfg = layout.config
     words = pages.view(torch.int16)
-    block_t = tuned("pack_kv", pages.device)["BLOCK_T"]
+    options = tuned("pack_kv", pages.device)
     width = triton.next_power_of_2(head_dim)
-    pack_kv_kernel[(triton.cdiv(tokens, block_t), heads, 2)](
+    blocks = triton.cdiv(tokens, options["BLOCK_T"])
+    parts = choose_parts(cfg, blocks * heads * 2, processors(pages.device))
+    pack_kv_kernel[(blocks, heads, 2 * parts)](
         words, slots, k, v, k_matrix, v_matrix, k_means, sanitised, rotated, tokens,
         *k.stride()[:3], head_stride(k_matrix), head_stride(v_matrix),
         *words.stride()[:2], *(layout.planes_of(kv, group)[0].offset // 2 for kv in "kv"),
         RUNS=coding_runs(layout), LOOPS=cfg.loops, COEFFICIENT=cfg.coefficient,
         CHAINED=cfg.reference in ("previous", "next"),
-        S=layout.page_tokens, D=head_dim, BLOCK_D=width, BLOCK_T=block_t, WARPS=width // WARP_CHANNELS,
-        num_warps=width // WARP_CHANNELS, enable_fp_fusion=False,
+        S=layout.page_tokens, D=head_dim, BLOCK_D=width, WARPS=width // WARP_CHANNELS, PARTS=parts,
+        num_warps=width // WARP_CHANNELS, enable_fp_fusion=False, **options,
     )  # fmt: skip
+
+
+def choose_parts(cfg: KVQuantConfig, programs: int, processors: int) -> int:
+    """Programs that share the loops of a block of tokens: one per loop but the anchor while that fills idle processors.
+
+    Each codes the anchor anew, so it pays only while a step is bound by how long one program takes.
+
+    Args:
+        cfg: of the layout.
+        programs: with one part each.
+        processors: of the device.
+    """
+    chained = cfg.reference in ("previous", "next")
+    most = cfg.loops if cfg.reference == "direct" else cfg.loops - 1
+    return 1 if chained or programs > processors else max(1, most)
+
+
+@lru_cache(maxsize=64)
+def processors(device: torch.device) -> int:
+    """Multiprocessors of a GPU; 0 for a CPU, whose interpreter does one program after the other."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 0
 
 
 def coding_plan(layout: PageLayout) -> tuple[tuple, ...]:
