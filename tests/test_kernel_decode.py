@@ -157,10 +157,10 @@ def test_cost_is_the_storage_arithmetic():
 
 
 def test_splits_fill_the_device():
-    assert choose_splits(8 * 16, 16384, 528) == 4
-    assert choose_splits(16, 16384, 528) == 33
-    assert choose_splits(512, 16384, 528) == 1
-    assert choose_splits(4, 100, 528) == 1
+    assert choose_splits(8 * 16, 16384, 132) == 1
+    assert choose_splits(16, 16384, 132) == 8
+    assert choose_splits(512, 16384, 132) == 1
+    assert choose_splits(4, 100, 132) == 1
 
 
 # ------------------------------------------------------------------------------------------- the CUDA source on a CPU

@@ -39,7 +39,6 @@ constexpr int ROWS_AT_ONCE = 16;  // of a matrix that a thread has on the way: 6
 constexpr int PASSES_AT_ONCE = smaller(HEAD_DIM, 128) / (8 * WARPS);  // of the rotation of the output
 constexpr int CHANNELS_A_THREAD = ceil_div(HEAD_DIM, THREADS);
 constexpr int SCRATCH_FLOATS = QUERY_HEADS * HEAD_DIM * (ROW_SETS + 1);
-constexpr int SHARED_BYTES = WARPS * STAGES * STAGE_BYTES + SCRATCH_FLOATS * 4;
 static_assert(SCRATCH_FLOATS >= QUERY_HEADS * WARPS * (HEAD_DIM + 2), "the epilogue's sums must fit in the scratch");
 
 // ---------------------------------------------------------------- the query
@@ -101,68 +100,79 @@ __device__ float query_unit(const float* z, int lane) {
 // Value of z in `half` of a pair's B operand for `column`: zero outside the column's group, and divided by the place
 // that the codes are taken out at.
 __device__ __forceinline__ float query_value(const float* z, int pair, int column, int t, int k_pair, int half) {
-  float value = 0.0f;
-  static_for<2>([&](auto index) {
-    constexpr int which = index;
-    const int kind = 2 * pair + which, bits = bits_of(kind), channel = k_channel(bits, t, k_pair, half);
-    if (kind < KINDS && column / SLOTS == which && slot_of(kind, channel) == column % SLOTS) {
-      value = z[channel] / (1 << pick_position(bits, k_pick(bits, k_pair)));
-    }
-  });
-  return value;
+  const int kind = 2 * pair + column / SLOTS, bits = bits_of(kind), channel = k_channel(bits, t, k_pair, half);
+  const bool inside = kind < KINDS && slot_of(kind, channel) == column % SLOTS;
+  return inside ? z[channel] / (1 << pick_position(bits, k_pick(bits, k_pair))) : 0.0f;
 }
 
-// A lane's part of the means of K, by kind.
-struct Means {
-  float values[KINDS][HEAD_DIM / LANES] = {};
-
-  __device__ __forceinline__ Means(const Arguments& arg, int kv_head, int lane) {
-    static_for<KINDS>([&](auto index) {
-      constexpr int kind = index;
-      if (arg.means[kind] != nullptr) {
-        const float* mean = arg.means[kind] + kv_head * arg.mean_stride + lane;
-#pragma unroll
-        for (int i = 0; i < HEAD_DIM / LANES; ++i) values[kind][i] = mean[i * LANES];
-      }
-    });
-  }
+// What the warps of a block work out together of one query: B operands, sums of q by warp, column tile and column, and
+// q.mu by kind; both over CODE_UNIT.
+struct SharedQuery {
+  uint32_t b[PAIRS * K_PAIRS][LANES];
+  float sums[WARPS][PAIRS * COLUMN_TILES][8];
+  float means[PAIRS * 2];
+  float unit;
 };
 
-__device__ void prepare_query(const Arguments& arg, const float* z, const Means& means, int lane, Query& query) {
+constexpr int SHARED_BYTES =
+    WARPS * STAGES * STAGE_BYTES + SCRATCH_FLOATS * 4 + QUERY_HEADS * static_cast<int>(sizeof(SharedQuery));
+
+__device__ void prepare_query(const Arguments& arg, const float* z, int kv_head, int warp, int lane,
+                              SharedQuery& shared) {
   const int g = lane / 4, t = lane % 4;
   const float unit = query_unit(z, lane);
-  query.factor = static_cast<float>(arg.scale * 1.4426950408889634) * CODE_UNIT / unit;
+  float total[PAIRS * COLUMN_TILES] = {};
+  for (int i = warp; i < PAIRS * K_PAIRS; i += WARPS) {
+    const int pair = i / K_PAIRS, p = i % K_PAIRS, bits = bits_of(2 * pair + g / SLOTS);
+    const uint32_t b = pack_half2(query_value(z, pair, g, t, p, 0) * unit, query_value(z, pair, g, t, p, 1) * unit);
+    const float sum = (low_half(b) + high_half(b)) * (1 << pick_position(bits, k_pick(bits, p)));
+    shared.b[i][lane] = b;
+#pragma unroll
+    for (int tile = 0; tile < PAIRS * COLUMN_TILES; ++tile) {
+      total[tile] += tile == pair * COLUMN_TILES + k_block(p) * BLOCK / COLUMN_TILE ? sum : 0.0f;
+    }
+  }
+#pragma unroll
+  for (int tile = 0; tile < PAIRS * COLUMN_TILES; ++tile) {
+    float column = total[tile] / CODE_UNIT;
+    column += from_neighbour(column, 1);
+    column += from_neighbour(column, 2);
+    if (t == 0) shared.sums[warp][tile][g] = column;
+  }
+  static_for<KINDS>([&](auto index) {
+    constexpr int kind = index;
+    if (warp != kind % WARPS) return;
+    float dot = 0.0f;
+    if (arg.means[kind] != nullptr) {
+      const float* mean = arg.means[kind] + kv_head * arg.mean_stride;
+#pragma unroll
+      for (int i = lane; i < HEAD_DIM; i += LANES) dot += z[i] * mean[i];
+    }
+    dot = sum_over_warp(dot) * unit / CODE_UNIT;
+    if (lane == 0) shared.means[kind] = dot;
+  });
+  if (threadIdx.x == 0) shared.unit = unit;
+}
+
+// This lane's share of it.
+__device__ __forceinline__ void load_query(const Arguments& arg, const SharedQuery& shared, int lane, Query& query) {
+  const int t = lane % 4;
+  query.factor = static_cast<float>(arg.scale * 1.4426950408889634) * CODE_UNIT / shared.unit;
   static_for<PAIRS>([&](auto index) {
     constexpr int pair = index;
-    float total[COLUMN_TILES] = {};
-    static_for<K_PAIRS>([&](auto index) {
-      constexpr int p = index;
-      constexpr int tile = k_block(p) * BLOCK / COLUMN_TILE;
-      const uint32_t b = pack_half2(query_value(z, pair, g, t, p, 0) * unit, query_value(z, pair, g, t, p, 1) * unit);
-      const int kind = 2 * pair + g / SLOTS, bits = kind == 0 ? FIRST_BITS : OTHER_BITS;
-      query.b[pair][p] = b;
-      total[tile] += (low_half(b) + high_half(b)) * (1 << pick_position(bits, k_pick(bits, p)));
-    });
-    static_for<COLUMN_TILES>([&](auto index) {
-      constexpr int tile = index;
-      float column = total[tile] / CODE_UNIT;
-      column += from_neighbour(column, 1);
-      column += from_neighbour(column, 2);
-      query.sum[pair][tile][0] = from_lane(column, 8 * t);
-      query.sum[pair][tile][1] = from_lane(column, 8 * t + 4);
-    });
-    query.mean[pair] = 0.0f;
-    static_for<2>([&](auto index) {
-      constexpr int which = index;
-      constexpr int kind = 2 * pair + which;
-      if constexpr (kind < KINDS) {
-        float dot = 0.0f;
 #pragma unroll
-        for (int i = 0; i < HEAD_DIM / LANES; ++i) dot += z[i * LANES + lane] * means.values[kind][i];
-        dot = sum_over_warp(dot) * unit / CODE_UNIT;
-        if (t == which * SLOTS / 2) query.mean[pair] = dot;
+    for (int p = 0; p < K_PAIRS; ++p) query.b[pair][p] = shared.b[pair * K_PAIRS + p][lane];
+#pragma unroll
+    for (int tile = 0; tile < COLUMN_TILES; ++tile) {
+#pragma unroll
+      for (int c = 0; c < 2; ++c) {
+        float sum = 0.0f;
+        for (int w = 0; w < WARPS; ++w) sum += shared.sums[w][pair * COLUMN_TILES + tile][2 * t + c];
+        query.sum[pair][tile][c] = sum;
       }
-    });
+    }
+    const int kind = 2 * pair + 2 * t / SLOTS;
+    query.mean[pair] = t % (SLOTS / 2) == 0 && kind < KINDS ? shared.means[kind] : 0.0f;
   });
 }
 
@@ -225,6 +235,20 @@ __device__ void write_split(const Arguments& arg, const Running (&run)[QUERY_HEA
   }
 }
 
+// What the end needs is brought to the second-level cache while the warps are combined.
+__device__ __forceinline__ void prefetch_finish(const Arguments& arg, int row, int kv_head) {
+  constexpr int line = 128, lines = HEAD_DIM * HEAD_DIM * 2 / line;
+  if (arg.v_matrix != nullptr) {
+    const __half* matrix = arg.v_matrix + kv_head * arg.v_matrix_stride;
+    for (int i = threadIdx.x; i < lines; i += THREADS) prefetch(matrix + i * (line / 2));
+  }
+  const int i = threadIdx.x * (line / 2);
+  if (i < HEAD_DIM) {
+    prefetch(arg.k + row * arg.k_stride + kv_head * arg.k_head_stride + i);
+    prefetch(arg.v + row * arg.v_stride + kv_head * arg.v_head_stride + i);
+  }
+}
+
 // Attention of QUERY_HEADS query heads over the tiles from `begin` to `end` of a sequence's past.
 __device__ __forceinline__ void attend_split(const Arguments& arg, int row, int head, int kv_head, int split, int begin,
                                              int end, int length, float* scratch) {
@@ -238,11 +262,16 @@ __device__ __forceinline__ void attend_split(const Arguments& arg, int row, int 
 #pragma unroll
   for (int stage = 0; stage < STAGES - 1; ++stage) stream.issue(stage);
 
-  const Means means(arg, kv_head, lane);
   rotate_queries(arg, row, head, kv_head, scratch, rotated);
+  SharedQuery* shared = reinterpret_cast<SharedQuery*>(rotated + QUERY_HEADS * HEAD_DIM);
+#pragma unroll
+  for (int h = 0; h < QUERY_HEADS; ++h) {
+    prepare_query(arg, rotated + h * HEAD_DIM, kv_head, warp, lane, shared[h]);
+  }
+  sync_block();
   Query query[QUERY_HEADS];
 #pragma unroll
-  for (int h = 0; h < QUERY_HEADS; ++h) prepare_query(arg, rotated + h * HEAD_DIM, means, lane, query[h]);
+  for (int h = 0; h < QUERY_HEADS; ++h) load_query(arg, shared[h], lane, query[h]);
 
   const ReadPlaces places(lane / 4, lane % 4);
   Running run[QUERY_HEADS];
@@ -267,6 +296,7 @@ __device__ __forceinline__ void attend_split(const Arguments& arg, int row, int 
     add_values(tile, places, scores, lane, run);
     stage = stage == STAGES - 1 ? 0 : stage + 1;
   }
+  prefetch_finish(arg, row, kv_head);
   write_split(arg, run, scratch, row, head, split);
 }
 
@@ -286,10 +316,10 @@ __device__ __forceinline__ float own_score(const Arguments& arg, int row, int he
 __device__ float merge_splits(const Arguments& arg, int row, int head, int kv_head, float* past) {
   const int lane = threadIdx.x % LANES, splits = static_cast<int>(arg.splits);
   const int64_t place = (row * arg.query_heads + head) * arg.splits;
-  const float own = own_score(arg, row, head, kv_head, lane);
-  float maximum = own;
+  float maximum = -INFINITY;
   for (int s = lane; s < splits; s += LANES) maximum = fmaxf(maximum, load_past_cache(arg.lse + place + s));
-  maximum = max_over_warp(maximum);
+  const float own = own_score(arg, row, head, kv_head, lane);
+  maximum = fmaxf(max_over_warp(maximum), own);
   float total = exp2f(own - maximum), sums[CHANNELS_A_THREAD] = {};
   const float current = total;
   for (int first = 0; first < splits; first += LANES) {
@@ -384,9 +414,6 @@ extern "C" {
 
 // Sizes that a caller checks its mirror of Arguments against.
 int decode_attention_arguments_bytes() { return sizeof(Arguments); }
-
-// Blocks of the first kernel that fit on a multiprocessor: what the number of splits is chosen by.
-int decode_attention_blocks_per_sm() { return BLOCKS_PER_SM; }
 
 // The kernel, on a stream; returns a cudaError_t.
 int decode_attention(const Arguments* arguments, void* stream) {
