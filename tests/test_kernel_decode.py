@@ -1,12 +1,10 @@
 """Decode attention over packed pages: the reference against the codec, the CUDA source run on a CPU, the Triton kernel
 in its interpreter, and on a GPU the real thing."""
 
-import ctypes
 import dataclasses
 import itertools
 import os
 import re
-import shutil
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -21,12 +19,10 @@ from residualquant.bench import write_timings
 from residualquant.config import KVQuantConfig, preset
 from residualquant.errors import ResidualQuantError
 from residualquant.kernels.build import (
-    Variant,
     compile_variant,
     compiler,
     load_variant,
     paper_variants,
-    sources,
     variant_for,
 )
 from residualquant.kernels.decode_attention import (
@@ -178,28 +174,6 @@ CASES = {  # head_dim, configuration, loop, what else
     "next": (128, {"reference": "next"}, 0, {}),
     "direct g16": (128, {"bits": (2, 4), "group_size": 16, "reference": "direct"}, 0, {}),
 }
-
-
-@pytest.fixture(scope="session")
-def cpu_library(root, tmp_path_factory):
-    """Compiles a variant of the CUDA source for this CPU: the kernels' own text, other primitives."""
-    if shutil.which("g++") is None:
-        pytest.skip("no g++")
-    folder = tmp_path_factory.mktemp("cuda_on_cpu")
-    for source in sources():
-        shutil.copy(source, folder)
-    shutil.copy(root / "tests" / "cuda_on_cpu" / "primitives.cuh", folder)
-    built = {}
-
-    def build(variant: Variant) -> ctypes.CDLL:
-        if variant not in built:
-            target = folder / f"variant{len(built)}.so"
-            flags = ["-O1", "-std=c++17", "-x", "c++", "-shared", "-fPIC", "-fno-gnu-unique", *variant.macros]
-            subprocess.run(["g++", *flags, "-o", target, folder / "decode_attention.cu"], check=True)
-            built[variant] = ctypes.CDLL(str(target))
-        return built[variant]
-
-    return build
 
 
 def run_on_cpu(cpu_library, problem, loop, splits, late):

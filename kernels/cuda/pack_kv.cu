@@ -33,6 +33,9 @@
 #ifndef OTHER_GROUP
 #define OTHER_GROUP 32
 #endif
+#ifndef MIN_BLOCKS
+#define MIN_BLOCKS 3
+#endif
 #ifndef ROTATED  // whether there are rotations
 #define ROTATED 1
 #endif
@@ -336,7 +339,8 @@ __device__ __forceinline__ void store_codes(const Targets& targets, int plane, i
     const int n = g % 2;
 #pragma unroll
     for (int j = 0; j < SPANS; ++j) {
-      const uint32_t mine = packed[j][n ? 1 : 0], others = from_neighbour(packed[j][n ? 0 : 1], 4);
+      const uint32_t mine = n ? packed[j][1] : packed[j][0];
+      const uint32_t others = from_neighbour(n ? packed[j][0] : packed[j][1], 4);
       targets.store(n, plane, width, 4 * j + g / 2, n ? others | mine << 8 : mine | others << 8);
     }
   }
@@ -499,7 +503,7 @@ __device__ __forceinline__ void pack_tile(const Arguments& arg, int tile, int he
   if (arg.sanitised != nullptr && changed > 0) add_atomically(arg.sanitised, changed);
 }
 
-__global__ void __launch_bounds__(THREADS, 3) pack_kv_kernel(const Arguments arg) {
+__global__ void __launch_bounds__(THREADS, MIN_BLOCKS) pack_kv_kernel(const Arguments arg) {
   const int warp = threadIdx.x / LANES, lane = threadIdx.x % LANES, parts = static_cast<int>(arg.parts);
   const int head = blockIdx.y, is_v = blockIdx.z / parts, part = blockIdx.z % parts;
   if constexpr (ROTATED) {

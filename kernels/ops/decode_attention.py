@@ -38,6 +38,7 @@ from residualquant.pages import read_pages
 
 LEAST_SPLIT = 256  # tokens: what a split must have at least to be worth its start
 SPLIT_OVERHEAD = 192  # tokens that could be read in the time a split takes to start and end
+BLOCKS_PER_PROCESSOR = 1  # thread blocks that a multiprocessor needs to be busy
 MOST_SPLITS = 128
 LOG2_E = math.log2(math.e)
 
@@ -102,23 +103,22 @@ def workspace(
     if splits is None:
         cuda = torch.device(device).type == "cuda"
         processors = torch.cuda.get_device_properties(device).multi_processor_count if cuda else 1
-        splits = choose_splits(batch * kv_heads, max_tokens, processors)
+        splits = choose_splits(batch * kv_heads, max_tokens, processors * BLOCKS_PER_PROCESSOR)
     partial = torch.empty(batch, query_heads, splits, head_dim, dtype=torch.float32, device=device)
     lse = torch.empty(partial.shape[:3], dtype=torch.float32, device=device)
     return Workspace(partial, lse, torch.zeros(partial.shape[:2], dtype=torch.int32, device=device))
 
 
-def choose_splits(rows: int, max_tokens: int, processors: int) -> int:
-    """The number of splits with the least time, for as many blocks of threads: each multiprocessor takes its blocks'
-    tokens and start-ups together, so the most blocks on one count.
+def choose_splits(rows: int, max_tokens: int, slots: int) -> int:
+    """The number of splits with the least time: rounds of blocks on ``slots`` places, times tokens and start-up each.
 
     Args:
         rows: pasts to go through, sequences times KV heads.
         max_tokens: of each.
-        processors: multiprocessors of the device.
+        slots: thread blocks that keep the device busy.
     """
     most = max(1, min(MOST_SPLITS, max_tokens // LEAST_SPLIT))
-    return min(range(1, most + 1), key=lambda s: -(-rows * s // processors) * (max_tokens / s + SPLIT_OVERHEAD))
+    return min(range(1, most + 1), key=lambda s: -(-rows * s // slots) * (max_tokens / s + SPLIT_OVERHEAD))
 
 
 def decode_attention_cost(

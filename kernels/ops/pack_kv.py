@@ -1,5 +1,8 @@
 """The writer: new tokens of one layer, all loops of a group, coded and stored into pages in one launch (Sec. 3.2, 4).
 
+By kernels/cuda/pack_kv.cu where it knows the layout (bits 2 and 4, BF16 states) and there is a compiler, else by the
+Triton kernel here, which knows every layout and is several times slower with a rotation.
+
 Per token and KV head, for K and for V, with S the tokens of a page, in 16-bit words (``residualquant.layout``)::
 
     plane      words per token   word w of token t of the page
@@ -32,6 +35,7 @@ from torch import Tensor
 
 from residualquant.affine import CLIP
 from residualquant.config import KVQuantConfig
+from residualquant.kernels import pack_kv_cuda
 from residualquant.kernels.tuning import tuned
 from residualquant.layout import PageLayout, check_head_dim, loops_read, stored_bytes
 from residualquant.pages import write_pages
@@ -397,6 +401,10 @@ def pack_kv(
         return
     cfg = layout.config
     words = pages.view(torch.int16)
+    if not isinstance(found := pack_kv_cuda.library_for(pages, layout, k, v), str):
+        states = (slots, k, v, k_matrix, v_matrix, k_means)
+        pack_kv_cuda.launch(found, pages, layout, *states, group, sanitised, rotated, processors(pages.device))
+        return
     options = tuned("pack_kv", pages.device)
     width = triton.next_power_of_2(head_dim)
     blocks = triton.cdiv(tokens, options["BLOCK_T"])
@@ -412,19 +420,19 @@ def pack_kv(
     )  # fmt: skip
 
 
-def choose_parts(cfg: KVQuantConfig, programs: int, processors: int) -> int:
-    """Programs that share the loops of a block of tokens: one per loop but the anchor while that fills idle processors.
+def choose_parts(cfg: KVQuantConfig, programs: int, slots: int) -> int:
+    """Programs that share the loops of a block of tokens: one per loop but the anchor while all of them run at once.
 
     Each codes the anchor anew, so it pays only while a step is bound by how long one program takes.
 
     Args:
         cfg: of the layout.
         programs: with one part each.
-        processors: of the device.
+        slots: programs that run at once.
     """
     chained = cfg.reference in ("previous", "next")
     most = cfg.loops if cfg.reference == "direct" else cfg.loops - 1
-    return 1 if chained or programs > processors else max(1, most)
+    return 1 if chained or programs * most > slots else max(1, most)
 
 
 @lru_cache(maxsize=64)
