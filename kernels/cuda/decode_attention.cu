@@ -30,13 +30,16 @@
 // combines the splits with the current BF16 token and rotates the output back once.
 #include "decode_tile.cuh"
 
-constexpr int ACCUMULATORS = QUERY_HEADS * PAIRS * ROW_TILES * 4;
-constexpr int WARPS_PER_SM = ACCUMULATORS <= 32 ? 16 : 8, BLOCKS_PER_SM = WARPS_PER_SM / WARPS;
+#ifndef MOST_STAGES
+#define MOST_STAGES 4
+#endif
+
+constexpr int BLOCKS_PER_SM = WARPS_PER_SM / WARPS;
 constexpr int STAGE_BUDGET = (WARPS_PER_SM == 16 ? 50 : 88) * 256;  // of a warp
-constexpr int STAGES = STAGE_BUDGET / STAGE_BYTES < 2 ? 2 : smaller(STAGE_BUDGET / STAGE_BYTES, 4);
+constexpr int STAGES = STAGE_BUDGET / STAGE_BYTES < 2 ? 2 : smaller(STAGE_BUDGET / STAGE_BYTES, MOST_STAGES);
 constexpr int COLUMN_THREADS = HEAD_DIM / 8, ROW_SETS = THREADS / COLUMN_THREADS;  // of the query's rotation
 constexpr int ROWS_AT_ONCE = 16;  // of a matrix that a thread has on the way: 64 registers
-constexpr int PASSES_AT_ONCE = smaller(HEAD_DIM, 128) / (8 * WARPS);  // of the rotation of the output
+constexpr int PASSES_AT_ONCE = ceil_div(smaller(HEAD_DIM, 128), 8 * WARPS);  // of the rotation of the output
 constexpr int CHANNELS_A_THREAD = ceil_div(HEAD_DIM, THREADS);
 constexpr int SCRATCH_FLOATS = QUERY_HEADS * HEAD_DIM * (ROW_SETS + 1);
 static_assert(SCRATCH_FLOATS >= QUERY_HEADS * WARPS * (HEAD_DIM + 2), "the epilogue's sums must fit in the scratch");
