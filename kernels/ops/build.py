@@ -25,6 +25,7 @@ from residualquant.config import PRESETS, preset
 from residualquant.errors import ResidualQuantError
 from residualquant.layout import PageLayout, loops_read
 from residualquant.repro.paths import kernels_dir, show
+from residualquant.residual import coding_steps
 
 FLAGS = ("-std=c++17", "-O3", "--shared", "-Xcompiler", "-fPIC", "-Xptxas", "-v")
 HEAD_DIMS = (64, 96, 128, 256)
@@ -141,8 +142,7 @@ def paper_variants() -> list[Variant]:
 def writer_variant_for(layout: PageLayout) -> WriterVariant | str:
     """The variant that writes pages of ``layout``, or why there is none."""
     cfg = layout.config
-    order = sorted(range(cfg.loops), key=lambda loop: (len(loops_read(cfg, loop)), loop))  # the anchor first
-    precisions = list(dict.fromkeys((cfg.bits[loop], cfg.group_sizes[loop]) for loop in order))
+    precisions = list(dict.fromkeys((step.bits, step.group_size) for step in coding_steps(cfg)))
     if layout.head_dim not in WRITER_HEAD_DIMS:
         return f"head_dim must be one of {', '.join(map(str, WRITER_HEAD_DIMS))}, got {layout.head_dim}"
     if any(bits not in CODE_BITS for bits in cfg.bits):

@@ -33,11 +33,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from residualquant.affine import CLIP
 from residualquant.config import KVQuantConfig
-from residualquant.kernels import pack_kv_cuda
+from residualquant.kernels.pack_kv_cuda import WriterCall, choose_parts, coding_plan, head_stride, launch, library_for
 from residualquant.kernels.tuning import tuned
-from residualquant.layout import PageLayout, check_head_dim, loops_read, stored_bytes
+from residualquant.layout import PageLayout, check_head_dim, stored_bytes
 from residualquant.pages import write_pages
 from residualquant.residual import encode
 from residualquant.rotation import Rotation
@@ -86,11 +85,8 @@ def pack_kv_kernel(
     RUNS: tl.constexpr, LOOPS: tl.constexpr, COEFFICIENT: tl.constexpr, CHAINED: tl.constexpr, S: tl.constexpr,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_T: tl.constexpr, WARPS: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """One block of tokens of one head by the RUNS of :func:`coding_runs`.
-
-    Program axis 2 is K or V, then the part: with PARTS > 1 each part codes its share of the loops, and all of them the
-    anchor, which the first stores.
-    """
+    """One block of tokens of one head by the RUNS of :func:`coding_runs`; program axis 2 is K or V, then the part: each
+    codes its share of the loops, and all of them the anchor, which the first stores."""
     head = tl.program_id(1).to(tl.int64)
     is_v = tl.program_id(2) // PARTS
     part = tl.program_id(2) % PARTS
@@ -101,17 +97,12 @@ def pack_kv_kernel(
     inside = stored[:, None] & (channel < D)[None, :]
     t = slot % S
     first_page = words + slot // S * block_stride + head * page_head_stride + tl.where(is_v > 0, v_start, k_start)
-    x = k
-    if is_v > 0:
-        x = v
-    x += token[:, None] * token_stride + head * head_stride + channel[None, :]
+    x = (v if is_v > 0 else k) + token[:, None] * token_stride + head * head_stride + channel[None, :]
     rotation = k_matrix
     if k_matrix is not None:
-        matrix = k_matrix + head * k_matrix_stride
-        if is_v > 0:
-            matrix = v_matrix + head * v_matrix_stride
-        rotation = _load_matrix(matrix, D, BLOCK_D, WARPS)
-
+        rotation = _load_matrix(
+            k_matrix + head * k_matrix_stride, v_matrix + head * v_matrix_stride, is_v, D, BLOCK_D, WARPS
+        )
     ANCHORED: tl.constexpr = RUNS[len(RUNS) - 1][4]  # the first run is the anchor
     reference = tl.zeros([BLOCK_T, BLOCK_D], tl.float32)
     upcoming = _load_loop(x, inside, 0 if ANCHORED else part, loop_stride, RUNS, 0)
@@ -133,8 +124,8 @@ def pack_kv_kernel(
             z = _take(following, rotation, sanitised, own, WARPS)
             following = _load_loop(x, inside, j + PARTS, loop_stride, RUNS, r)
             if rotated is not None:
-                state = (((is_v * LOOPS + loop) * tokens + token) * tl.num_programs(1) + head) * D
-                tl.store(rotated + state[:, None] + channel[None, :], z, mask=inside & own)
+                at = (((is_v * LOOPS + loop) * tokens + token) * tl.num_programs(1) + head) * D
+                tl.store(rotated + at[:, None] + channel[None, :], z, mask=inside & own)
             prediction = tl.zeros_like(z)
             if RUNS[r][4]:
                 if CHAINED:
@@ -181,11 +172,13 @@ def _load_mean(means, loop, head, is_v, LOOPS: tl.constexpr, D: tl.constexpr, W:
 
 
 @triton.jit
-def _load_matrix(matrix, D: tl.constexpr, W: tl.constexpr, WARPS: tl.constexpr):
+def _load_matrix(matrix, matrix_of_v, is_v, D: tl.constexpr, W: tl.constexpr, WARPS: tl.constexpr):
     """[W, W] matrix of D rows and columns, its columns so ordered that each warp computes contiguous channels.
 
     A matrix instruction gives each warp every WARPS-th strip of 8 columns; :func:`_rotate` names the channels again.
     """
+    if is_v > 0:
+        matrix = matrix_of_v
     row = tl.arange(0, W)
     column = row // 8 % WARPS * (W // WARPS) + row // (8 * WARPS) * 8 + row % 8
     inside = (row < D)[:, None] & (column < D)[None, :]
@@ -396,23 +389,27 @@ def pack_kv(
     _check(pages, layout, slots, k, v, k_matrix, v_matrix, k_means, sanitised, rotated)
     if check_slots and slots.numel() and int(slots.max()) >= pages.shape[0] * layout.page_tokens:
         raise ValueError(f"slots must be below {pages.shape[0] * layout.page_tokens}, got {int(slots.max())}")
-    tokens, heads, head_dim = k.shape[1:]
-    if tokens == 0:
+    if k.shape[1] == 0:
         return
-    cfg = layout.config
-    words = pages.view(torch.int16)
-    if not isinstance(found := pack_kv_cuda.library_for(pages, layout, k, v), str):
-        states = (slots, k, v, k_matrix, v_matrix, k_means)
-        pack_kv_cuda.launch(found, pages, layout, *states, group, sanitised, rotated, processors(pages.device))
-        return
-    options = tuned("pack_kv", pages.device)
+    call = WriterCall(pages, layout, slots, k, v, k_matrix, v_matrix, k_means, group, sanitised, rotated)
+    library = library_for(call)
+    if isinstance(library, str):
+        _launch_triton(call)
+    else:
+        launch(library, call, processors(pages.device), torch.cuda.current_stream(pages.device).cuda_stream)
+
+
+def _launch_triton(call: WriterCall) -> None:
+    layout, cfg, words = call.layout, call.layout.config, call.pages.view(torch.int16)
+    tokens, heads, head_dim = call.k.shape[1:]
+    options = tuned("pack_kv", words.device)
     width = triton.next_power_of_2(head_dim)
     blocks = triton.cdiv(tokens, options["BLOCK_T"])
-    parts = choose_parts(cfg, blocks * heads * 2, processors(pages.device))
+    parts = choose_parts(cfg, blocks * heads * 2, processors(words.device))
     pack_kv_kernel[(blocks, heads, 2 * parts)](
-        words, slots, k, v, k_matrix, v_matrix, k_means, sanitised, rotated, tokens,
-        *k.stride()[:3], head_stride(k_matrix), head_stride(v_matrix),
-        *words.stride()[:2], *(layout.planes_of(kv, group)[0].offset // 2 for kv in "kv"),
+        words, call.slots, call.k, call.v, call.k_matrix, call.v_matrix, call.k_means, call.sanitised, call.rotated,
+        tokens, *call.k.stride()[:3], head_stride(call.k_matrix), head_stride(call.v_matrix),
+        *words.stride()[:2], *(layout.planes_of(kv, call.group)[0].offset // 2 for kv in "kv"),
         RUNS=coding_runs(layout), LOOPS=cfg.loops, COEFFICIENT=cfg.coefficient,
         CHAINED=cfg.reference in ("previous", "next"),
         S=layout.page_tokens, D=head_dim, BLOCK_D=width, WARPS=width // WARP_CHANNELS, PARTS=parts,
@@ -420,40 +417,10 @@ def pack_kv(
     )  # fmt: skip
 
 
-def choose_parts(cfg: KVQuantConfig, programs: int, slots: int) -> int:
-    """Programs that share the loops of a block of tokens: one per loop but the anchor while all of them run at once.
-
-    Each codes the anchor anew, so it pays only while a step is bound by how long one program takes.
-
-    Args:
-        cfg: of the layout.
-        programs: with one part each.
-        slots: programs that run at once.
-    """
-    chained = cfg.reference in ("previous", "next")
-    most = cfg.loops if cfg.reference == "direct" else cfg.loops - 1
-    return 1 if chained or programs * most > slots else max(1, most)
-
-
 @lru_cache(maxsize=64)
 def processors(device: torch.device) -> int:
     """Multiprocessors of a GPU; 0 for a CPU, whose interpreter does one program after the other."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 0
-
-
-def coding_plan(layout: PageLayout) -> tuple[tuple, ...]:
-    """For each loop in coding order: loop, bits, group size, clip, whether it has a reference, and the first 16-bit
-    word of its codes, metadata and alpha, counted from the first of K or of V; 0 for what a loop does not have."""
-    cfg = layout.config
-    planes = layout.planes_of("k")
-    first = {(plane.loop, plane.kind): plane.offset // 2 for plane in planes}
-    plan = []
-    for loop in sorted(range(cfg.loops), key=lambda loop: (len(loops_read(cfg, loop)), loop)):
-        bits = cfg.bits[loop]
-        clip = cfg.int2_clip if bits == 2 else CLIP.get(bits, 1.0)
-        starts = (first.get((loop, kind), 0) for kind in ("codes", "metadata", "alpha"))
-        plan.append((loop, bits, cfg.group_sizes[loop] or 0, clip, cfg.reference_of(loop) is not None, *starts))
-    return tuple(plan)
 
 
 def coding_runs(layout: PageLayout) -> tuple[tuple, ...]:
@@ -473,11 +440,6 @@ def coding_runs(layout: PageLayout) -> tuple[tuple, ...]:
                 continue
         runs.append((*entry, 0, 0, 1))
     return tuple(runs)
-
-
-def head_stride(matrix: Tensor | None) -> int:
-    """Elements from one head's matrix to the next: 0 for one shared [D, D], or none."""
-    return 0 if matrix is None or matrix.dim() == 2 else matrix.stride(0)
 
 
 def _check(pages, layout, slots, k, v, k_matrix, v_matrix, k_means, sanitised, rotated) -> None:

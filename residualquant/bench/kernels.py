@@ -42,6 +42,7 @@ from residualquant.pages import allocate_pages, write_pages
 from residualquant.repro.paths import data_dir, figures_dir, show
 from residualquant.residual import encode
 from residualquant.rotation import Rotation
+from residualquant.vllm.flash_attention import flash_attention_ways
 
 MODELS = {"Ouro-1.4B": (16, 128), "Huginn-0125": (55, 96)}  # KV heads, head dim; 4 loops in a group
 CONTEXTS = (2048, 4096, 8192, 16384, 32768, 65536)
@@ -268,7 +269,7 @@ def best_bf16(heads: int, head_dim: int, context: int, batch: int) -> tuple[str,
     def products(k: Tensor, v: Tensor) -> None:
         torch.softmax(q @ k.mT * head_dim**-0.5, -1) @ v
 
-    ways: dict[str, Callable] = {"two products": products, **flash_attention_3(heads, head_dim, context, batch)}
+    ways: dict[str, Callable] = {"two products": products, **flash_attention_ways(heads, head_dim, context, batch)}
     for backend in (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION):
         ways[f"sdpa {backend.name.lower()}"] = lambda k, v, backend=backend: sdpa(backend, k, v)
     times = {}
@@ -278,30 +279,6 @@ def best_bf16(heads: int, head_dim: int, context: int, batch: int) -> tuple[str,
         except RuntimeError:  # this build of torch lacks the backend, or it refuses the shape
             torch.cuda.synchronize()
     return min(times.items(), key=lambda item: item[1])
-
-
-def flash_attention_3(heads: int, head_dim: int, context: int, batch: int) -> dict[str, Callable]:
-    """Ways by vLLM's FlashAttention 3, which chooses the number of splits itself; none where it is not installed."""
-    try:
-        from vllm.vllm_flash_attn import flash_attn_varlen_func
-    except ImportError:
-        return {}
-    q = torch.randn(batch, heads, head_dim, device="cuda").bfloat16()
-    queries, tokens = (torch.arange(batch + 1, device="cuda", dtype=torch.int32) * step for step in (1, context))
-    pages = torch.arange(batch * context // 16, device="cuda", dtype=torch.int32).view(batch, -1)
-    past = {
-        "contiguous": ((-1, heads, head_dim), dict(cu_seqlens_k=tokens)),
-        "paged": ((-1, 16, heads, head_dim), dict(seqused_k=tokens[1:] - tokens[:-1], block_table=pages)),
-    }
-
-    def attend(name: str, k: Tensor, v: Tensor) -> None:
-        shape, where = past[name]
-        flash_attn_varlen_func(
-            q, k.view(shape), v.view(shape), max_seqlen_q=1, cu_seqlens_q=queries, max_seqlen_k=context, fa_version=3,
-            **where,
-        )  # fmt: skip
-
-    return {f"FlashAttention 3, {name}": lambda k, v, name=name: attend(name, k, v) for name in past}
 
 
 def measure(model: str, context: int, batch: int, copy: Copy, prefer: str | None) -> Iterator[Timing]:
