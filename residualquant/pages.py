@@ -5,6 +5,8 @@ Kernels and the serving plugin are tested against these functions.
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import torch
 from torch import Tensor
 
@@ -47,23 +49,29 @@ def write_pages(pages: Tensor, layout: PageLayout, slots: Tensor, k: PackedKV, v
             _words(pages, layout, plane)[_index(layout, slots)] = words
 
 
-def read_pages(pages: Tensor, layout: PageLayout, slots: Tensor, group: int = 0) -> tuple[PackedKV, PackedKV]:
+def read_pages(
+    pages: Tensor, layout: PageLayout, slots: Tensor, group: int = 0, loops: Collection[int] | None = None
+) -> tuple[PackedKV, PackedKV]:
     """Packed K and V, [T, H, D] of each loop, of the tokens in ``slots``: the inverse of :func:`write_pages`.
 
-    The rotation and the count of sanitised values are not part of a page: None and 0 here.
+    The rotation and the count of sanitised values are not part of a page: None and 0 here. Loops of the group that are
+    not among ``loops`` (all when None) are empty.
     """
-    return _read(pages, layout, slots, "k", group), _read(pages, layout, slots, "v", group)
+    return _read(pages, layout, slots, "k", group, loops), _read(pages, layout, slots, "v", group, loops)
 
 
-def _read(pages: Tensor, layout: PageLayout, slots: Tensor, kv: str, group: int) -> PackedKV:
+def _read(
+    pages: Tensor, layout: PageLayout, slots: Tensor, kv: str, group: int, loops: Collection[int] | None
+) -> PackedKV:
     cfg = layout.config
     absent = pages.new_empty(len(slots), pages.shape[1], 0)
     parts = [{"codes": absent, "metadata": absent, "alpha": absent.bfloat16()} for _ in cfg.bits]
     for plane in layout.planes_of(kv, group):
-        stored = _words(pages, layout, plane)[_index(layout, slots)].flatten(-2)
-        parts[plane.loop][plane.kind] = stored.view(_dtype(layout, plane))
-    loops = tuple(PackedLoop(**part) for part in parts)
-    return PackedKV(cfg, layout.head_dim, loops, None, torch.zeros((), dtype=torch.int32, device=pages.device))
+        if loops is None or plane.loop in loops:
+            stored = _words(pages, layout, plane)[_index(layout, slots)].flatten(-2)
+            parts[plane.loop][plane.kind] = stored.view(_dtype(layout, plane))
+    packed = tuple(PackedLoop(**part) for part in parts)
+    return PackedKV(cfg, layout.head_dim, packed, None, torch.zeros((), dtype=torch.int32, device=pages.device))
 
 
 def _dtype(layout: PageLayout, plane: Plane) -> torch.dtype:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from residualquant.attention import attend_past_and_step, attend_prompt, count_unusable, make_finite_
 from residualquant.cache import LayerRotations
+from residualquant.config import KVQuantConfig
 from residualquant.layout import PageLayout
 from residualquant.pages import read_pages, write_pages
 from residualquant.residual import PackedKV, decode, encode
@@ -204,9 +205,10 @@ class PackedPages(PagedKV):
 
     def past(self, pages: Tensor, slots: Tensor, loop: int) -> tuple[Tensor, Tensor]:
         group, inner = divmod(loop, self.layout.config.loops)
+        needed = _chain(self.layout.config, inner)
         k, v = (
-            _decode_loop(replace(packed, rotation=self.rotation(group, kind)), inner)
-            for packed, kind in zip(read_pages(pages, self.layout, slots, group), "kv")
+            _decode_loops(replace(packed, rotation=self.rotation(group, kind)), needed)[needed.index(inner)]
+            for packed, kind in zip(read_pages(pages, self.layout, slots, group, needed), "kv")
         )
         return k, v
 
@@ -214,14 +216,19 @@ class PackedPages(PagedKV):
         return self.rotations.of_loop(loop, self.layer, "k"), self.rotations.of_loop(loop, self.layer, "v")
 
 
-def _decode_loop(packed: PackedKV, loop: int) -> Tensor:
-    """One loop of packed states in rotated space, [..., D], decoding only the loops that it is predicted from."""
-    config, rotation, needed = packed.config, packed.rotation, [loop]
+def _chain(config: KVQuantConfig, loop: int) -> list[int]:
+    """``loop`` and all that it is predicted from, in order."""
+    needed = [loop]
     while (reference := config.reference_of(needed[-1])) is not None:
         needed.append(reference)
-    needed.sort()
+    return sorted(needed)
+
+
+def _decode_loops(packed: PackedKV, loops: list[int]) -> Tensor:
+    """Some loops of packed states, which no other predicts, in rotated space: [len(loops), ..., D]."""
+    config, rotation = packed.config, packed.rotation
     if rotation is not None and rotation.means is not None and len(rotation.means) > 1:
-        rotation = replace(rotation, means=rotation.means[needed])
-    part = replace(config, bits=tuple(config.bits[n] for n in needed))
-    loops = tuple(packed.loops[n] for n in needed)
-    return decode(replace(packed, config=part, loops=loops, rotation=rotation), "rotated")[needed.index(loop)]
+        rotation = replace(rotation, means=rotation.means[loops])
+    part = replace(config, bits=tuple(config.bits[n] for n in loops))
+    kept = tuple(packed.loops[n] for n in loops)
+    return decode(replace(packed, config=part, loops=kept, rotation=rotation), "rotated")
