@@ -6,8 +6,6 @@ into CUDA graphs; pieces of prompts go to chunked prefill. Queries are read as B
 
 from __future__ import annotations
 
-from functools import cached_property
-
 import torch
 from torch import Tensor
 
@@ -70,19 +68,16 @@ class KernelPages(PackedPages):
     def __init__(self, layout: PageLayout, rotations: LayerRotations, layer: int, scratch: Scratch):
         super().__init__(layout, rotations, layer)
         self._scratch = scratch
+        groups = range(layout.groups)
+        self._rotations = {(group, kind): self._as_read(group, kind) for group in groups for kind in "kv"}
 
-    @cached_property
-    def _rotations(self) -> dict[tuple[int, str], Rotation | None]:
-        """Every rotation as the kernels read it."""
-        found = {}
-        for group in range(self.layout.groups):
-            for kind in "kv":
-                given = self.rotations.get(group, self.layer, kind)
-                if given is not None:
-                    means = None if given.means is None else given.means.float().contiguous()
-                    given = Rotation(given.matrix.half().contiguous(), means)
-                found[group, kind] = given
-        return found
+    def _as_read(self, group: int, kind: str) -> Rotation | None:
+        """A rotation as the kernels read it."""
+        given = self.rotations.get(group, self.layer, kind)
+        if given is None:
+            return None
+        means = None if given.means is None else given.means.float().contiguous()
+        return Rotation(given.matrix.half().contiguous(), means)
 
     def rotation(self, group: int, kind: str) -> Rotation | None:
         return self._rotations[group, kind]

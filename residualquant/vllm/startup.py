@@ -91,7 +91,7 @@ def _trial_batch(done: int, size: int, page_tokens: int, device: torch.device) -
     """Two requests that have ``done`` tokens and get ``size`` more; their pages are neither in order nor adjacent."""
     table = torch.tensor([[7, 2, 5, 8], [1, 6, 3, 4]], dtype=torch.int32, device=device)
     columns = torch.arange(done, done + size, device=device)
-    starts = torch.tensor([0, size, 2 * size], dtype=torch.int32)
+    starts = torch.tensor([0, size, 2 * size], dtype=torch.int32, device="cpu")
     return StepBatch(
         query_start=starts.to(device),
         query_start_cpu=starts,
@@ -106,11 +106,15 @@ def _trial_states(
     generator: torch.Generator, shape: KVShape, groups: int, tokens: int, device: torch.device
 ) -> list[tuple[Tensor, Tensor, Tensor]]:
     """q, k, v of every loop, FP32, each loop near the one before, as a looped model's are."""
-    sizes = [shape.kv_heads * groups, shape.kv_heads, shape.kv_heads]
-    base = [torch.randn(tokens, heads, shape.head_dim, generator=generator, dtype=torch.float32) for heads in sizes]
-    loops = []
+
+    def draw(heads: int) -> Tensor:
+        sizes = tokens, heads, shape.head_dim
+        return torch.randn(sizes, generator=generator, dtype=torch.float32, device=generator.device)
+
+    heads = shape.kv_heads * groups, shape.kv_heads, shape.kv_heads
+    base, loops = [draw(count) for count in heads], []
     for _ in range(shape.loops):
-        base = [x + 0.3 * torch.randn(x.shape, generator=generator, dtype=torch.float32) for x in base]
+        base = [x + 0.3 * draw(count) for x, count in zip(base, heads)]
         loops.append(tuple(x.to(device) for x in base))
     return loops
 

@@ -3,12 +3,14 @@
 import pytest
 import torch
 from triton.runtime import interpreter
+from vllm import SamplingParams
 
 from residualquant.cache import LayerRotations
 from residualquant.config import KVQuantConfig, preset
 from residualquant.layout import PageLayout
 from residualquant.models.base import KVShape
 from residualquant.rotation import Rotation
+from residualquant.vllm.layers import AttentionLayers
 from residualquant.vllm.paged import PackedPages, StepBatch
 from residualquant.vllm.paged_cuda import KernelPages, Scratch, why_not
 from residualquant.vllm.startup import check_paged
@@ -73,6 +75,13 @@ def test_the_self_check_passes_with_kernels(label, overrides, loops, query_group
     assert check_paged(both(config, query_groups, loops)[1], query_groups, HEADS, DEVICE) < TOLERANCE
 
 
+def test_the_self_check_says_where_its_tensors_lie():
+    """vLLM builds a model with the GPU as default device; what is made without a device would land on this one."""
+    own = both(preset("INT2/4 g=32", rotation="hadamard"))[1]
+    with torch.device("meta"):
+        assert check_paged(own, 1, HEADS, DEVICE) < TOLERANCE
+
+
 def test_a_mixed_step_with_padding_is_what_the_plain_pages_make_of_it():
     """Two decodes, a piece of a prompt, a whole prompt, and a request and a token that are padding."""
     plain, kernels = both(preset("INT2/4 g=32", rotation="optr_h"), query_groups=2)
@@ -114,12 +123,55 @@ def test_a_mixed_step_with_padding_is_what_the_plain_pages_make_of_it():
     assert (pages != expected_pages).float().mean() < 1e-3  # the plain rotation sums in FP64
 
 
+def test_every_number_of_requests_has_scratch_that_stays_where_it_is():
+    scratch = Scratch(5, 4, 2, HEAD_DIM, 4096, DEVICE)
+    for requests in range(1, 6):
+        assert requests <= len(scratch.of(requests).lse) < 2 * requests
+        assert scratch.of(requests) is scratch.of(requests)
+
+
 def test_a_value_that_is_not_finite_stays_with_its_token():
     _, kernels = both(preset("INT2/4 g=32"))
     k = torch.tensor([1.0, torch.nan, torch.inf, -1e30, 7.0]).expand(HEADS, HEAD_DIM, 5).permute(2, 0, 1)
     staged = torch.empty(2, 5, HEADS, HEAD_DIM, dtype=torch.bfloat16)
     kernels.stage(staged, k, k)
     assert staged[:, :, 0, 0].tolist() == [[1.0, 0.0, 65280.0, -65280.0, 7.0]] * 2
+
+
+def test_every_step_of_an_engine_is_what_the_plain_pages_make_of_it(start_engine, tiny_ouro, monkeypatch):
+    """Chunked prompts, mixed steps and decodes."""
+    kinds, errors, wrong = set(), [], []
+
+    class Compared(type(both(preset("INT2/4 g=32"))[1])):
+        def attend(self, loop, q, k, v, pages, batch, out=None):
+            expected = PackedPages.attend(self, loop, q, k, v, pages, batch)
+            out = super().attend(loop, q, k, v, pages, batch, out)
+            errors.append((out - expected).abs().max().item())
+            kinds.add((batch.decodes > 0, len(batch.seq_lens) > batch.decodes))
+            return out
+
+        def write(self, pages, slots, k, v):
+            expected = pages.clone()
+            PackedPages.write(self, expected, slots, k, v)
+            super().write(pages, slots, k, v)
+            wrong.append((pages != expected).sum().item() / (len(slots) * self.token_bytes))
+
+    def by_kernels(self, vllm_config, config, rotations, device):
+        layout = PageLayout(config, self.shape.head_dim, vllm_config.cache_config.block_size)
+        scratch = Scratch(3, self.heads, self.kv_heads, self.shape.head_dim, 256, device)
+        return [Compared(layout, rotations, layer, scratch) for layer in range(self.shape.layers)]
+
+    monkeypatch.setattr(AttentionLayers, "_packed", by_kernels)
+    settings = {"residualquant": {"preset": "INT2/4 g=32", "rotation": "hadamard"}}
+    engine = start_engine(
+        tiny_ouro, additional_config=settings, max_num_batched_tokens=16, max_num_seqs=3, num_gpu_blocks_override=16
+    )
+    errors.clear(), wrong.clear(), kinds.clear()
+    prompts = [{"prompt_token_ids": list(range(3, 3 + length))} for length in (5, 30, 17)]
+    engine.generate(prompts, SamplingParams(max_tokens=4, temperature=0, ignore_eos=True), use_tqdm=False)
+    assert kinds == {(True, False), (False, True), (True, True)}
+    assert max(errors) < TOLERANCE
+    assert max(wrong) < 1e-3
 
 
 @pytest.mark.parametrize(

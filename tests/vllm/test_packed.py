@@ -114,3 +114,14 @@ def test_tokens_that_fit_by_vllms_own_count(engine):
     specs = {f"model.layers.{n}.attn": plain for n in range(shape.loops * shape.layers)}
     (bf16,) = get_kv_cache_configs(config, [specs], [2**30])
     assert config.cache_config.num_gpu_blocks / bf16.num_blocks >= 4.9
+
+
+def test_pages_can_be_taken_back_and_must_fit(engine):
+    layer = engine.llm_engine.vllm_config.compilation_config.static_forward_context["model.layers.0.self_attn.attn"]
+    pages = layer.kv_cache
+    layer.kv_cache = torch.tensor([])  # as vLLM does when it has measured the memory of CUDA graphs
+    assert layer.kv_cache is None
+    with pytest.raises(ValueError, match=r"needs pages of \[H, bytes\] = "):
+        layer.kv_cache = pages[:, :1]
+    layer.kv_cache = pages
+    assert layer.kv_cache is pages

@@ -11,6 +11,7 @@ import vllm
 from vllm import envs
 from vllm.config import CompilationConfig
 from vllm.engine.arg_utils import EngineArgs
+from vllm.platforms import current_platform
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
 from residualquant import cli
@@ -124,6 +125,21 @@ def test_the_second_model_runner_is_refused(tiny_ouro, monkeypatch):
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
     with pytest.raises(ResidualQuantError, match="set VLLM_USE_V2_MODEL_RUNNER=0"):
         engine_config(tiny_ouro)
+
+
+@pytest.mark.parametrize(
+    ("settings", "options", "sentence"),
+    [
+        ({"bits": [3, 3, 3, 3]}, {}, r"the GPU kernels need bits 0, 1, 2, 4, 8, got \(3, 3, 3, 3\)"),
+        ({**PACKED, "rotation": "none", "rounding": "bf16"}, {}, 'the GPU kernels need rounding "fp32"'),
+        (PACKED, {"dtype": "float16"}, "the GPU kernels read BF16, got dtype float16"),
+    ],
+)
+def test_what_no_kernel_reads_is_refused_where_there_is_a_gpu(tiny_ouro, settings, options, sentence, monkeypatch):
+    config = engine_config(tiny_ouro, settings, **options)
+    monkeypatch.setattr(type(current_platform), "is_cuda", lambda self: True)
+    with pytest.raises(ResidualQuantError, match=sentence):
+        check_config(config)
 
 
 @pytest.fixture
