@@ -2,6 +2,7 @@
 #   docker build -t residualquant-serve .
 #   docker run --gpus all -p 8000:8000 -e HF_HOME=/models -v "$PWD/models:/models" \
 #     residualquant-serve ByteDance/Ouro-1.4B
+# Several GPUs share memory: add --ipc=host, and -- --tensor-parallel-size N at the end.
 FROM vllm/vllm-openai:v0.25.1
 WORKDIR /opt/residualquant
 COPY pyproject.toml README.md LICENSE ./

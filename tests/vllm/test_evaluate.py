@@ -24,34 +24,28 @@ def model():
     return load_model(MODEL, device="cpu", dtype=torch.float32)
 
 
-@pytest.fixture(scope="module")
-def cells(model, tmp_path_factory):
-    """{(task, engine): cell} on the first N problems, both engines in one file per task."""
-    folder, found = tmp_path_factory.mktemp("records"), {}
-    for task in ("words", "algebra"):
-        for engine in ("torch", "vllm"):
-            (found[task, engine],) = evals_run.evaluate(
-                model, task, [CONFIG], N, folder / f"{task}.jsonl", engine=engine, progress=False
-            )
+@pytest.fixture(scope="module", params=["words", "algebra"])
+def cells(request, model, tmp_path_factory):
+    """{engine: cell} on the first N problems of a task, both engines in one file."""
+    path, found = tmp_path_factory.mktemp("records") / "r.jsonl", {}
+    for engine in ("torch", "vllm"):
+        (found[engine],) = evals_run.evaluate(model, request.param, [CONFIG], N, path, engine=engine, progress=False)
     return found
 
 
-@pytest.mark.parametrize("task", ["words", "algebra"])
-def test_accuracy_is_that_of_the_torch_engine(cells, task):
-    torchs, ours = cells[task, "torch"], cells[task, "vllm"]
-    assert torchs.is_complete and ours.is_complete
-    pair = Pair.of(ours.correct, torchs.correct)
+def test_accuracy_is_that_of_the_torch_engine(cells):
+    pair = Pair.of(cells["vllm"].correct, cells["torch"].correct)
     assert pair.n == N and mcnemar_exact(pair) > LEVEL
-    for cell in (torchs, ours):
+    for cell in cells.values():
+        assert cell.is_complete
         assert sum(cell.correct.values()) > N / 2  # so that an engine that is wrong throughout is told from it
-        assert sum(a.finished for a in cell.answers.values()) > N / 2
+        assert sum(answer.finished for answer in cell.answers.values()) > N / 2
 
 
 def test_only_the_engine_tells_the_identities_apart(cells):
-    for task in ("words", "algebra"):
-        ours, torchs = cells[task, "vllm"].identity, cells[task, "torch"].identity
-        assert ours == torchs | decode.identity()
-        assert not decode.identity().keys() & torchs.keys()
+    ours, torchs = cells["vllm"].identity, cells["torch"].identity
+    assert ours == torchs | decode.identity()
+    assert not decode.identity().keys() & torchs.keys()
 
 
 def test_both_engines_answers_stay_in_one_file_and_none_is_decoded_again(model, tmp_path, monkeypatch):

@@ -1,15 +1,9 @@
 """`residualquant serve`: the OpenAI server over a compressed cache, every process of vLLM its own."""
 
 import concurrent.futures
-import os
 import re
-import signal
-import socket
-import subprocess
-import sys
 import tempfile
 import time
-import urllib.request
 from pathlib import Path
 
 import openai
@@ -20,6 +14,7 @@ from residualquant.config import preset
 from residualquant.engine import iter_decode
 from residualquant.evals.tasks import problems
 from residualquant.models import load_model
+from residualquant.repro.serving import running_server
 from residualquant.vllm.serve import METRICS_FOLDER
 
 MODEL = "mini-ouro-maths"
@@ -28,32 +23,13 @@ PROMPT = problems("algebra", 1)[0].prompt
 TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"  # the minis know no roles
 SAME_TOKENS = 16  # beyond, a difference of rounding may have changed a code, and with it a token
 CLIENTS = 100
-START_SECONDS = 540
 
 
-def free_port():
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
+class Talk:
+    """To a running server: ``complete`` asks, with defaults, and ``metric`` is the server's."""
 
-
-class Server:
-    """A running server: ``url``, ``log`` (its text), ``metric(name)`` and an ``openai`` client."""
-
-    def __init__(self, url, log):
-        self.url, self._log = url, log
-        self.client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=300)
-
-    @property
-    def log(self):
-        return self._log.read_text()
-
-    def metric(self, name):
-        """The sum of a metric over its labels, as /metrics shows it."""
-        text = urllib.request.urlopen(f"{self.url}/metrics", timeout=60).read().decode()
-        found = re.findall(rf"^{re.escape(name)}(?:{{.*}})? (\S+)$", text, re.MULTILINE)
-        assert found, f"no {name} in /metrics"
-        return sum(map(float, found))
+    def __init__(self, server):
+        self.server, self.metric, self.client = server, server.metric, server.client()
 
     def complete(self, **options):
         return self.client.completions.create(**{"model": MODEL, "prompt": PROMPT, "temperature": 0} | options)
@@ -68,38 +44,15 @@ class Server:
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
-    folder, port = tmp_path_factory.mktemp("server"), free_port()
-    log, template = folder / "log", folder / "template.jinja"
-    template.write_text(TEMPLATE)
-    command = [
-        sys.executable, "-m", "residualquant.cli", "serve", MODEL, "--", "--port", str(port),
-        "--max-model-len", str(MAX_MODEL_LEN), "--dtype", "float32", "--enforce-eager", "--max-num-seqs", "16",
-        "--chat-template", str(template),
+    folder = tmp_path_factory.mktemp("server")
+    (folder / "template.jinja").write_text(TEMPLATE)
+    arguments = [
+        MODEL, "--", "--max-model-len", str(MAX_MODEL_LEN), "--dtype", "float32", "--enforce-eager",
+        "--max-num-seqs", "16", "--chat-template", str(folder / "template.jinja"),
     ]  # fmt: skip
-    with log.open("w") as out:
-        process = subprocess.Popen(
-            command, stdout=out, stderr=out, start_new_session=True,
-            env=os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"},
-        )  # fmt: skip
-    url, limit = f"http://127.0.0.1:{port}", time.monotonic() + START_SECONDS
-    try:
-        while True:
-            try:
-                urllib.request.urlopen(f"{url}/health", timeout=5)
-                break
-            except OSError:
-                ended, late = process.poll() is not None, time.monotonic() > limit
-                if ended or late:
-                    pytest.fail(f"no server after {START_SECONDS} s or it ended:\n{log.read_text()[-4000:]}")
-                time.sleep(1)
-        yield Server(url, log)
-    finally:
-        process.terminate()
-        try:
-            process.wait(60)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-    left = list(Path(tempfile.gettempdir()).glob(f"{METRICS_FOLDER}{process.pid}-*"))
+    with running_server(arguments, folder / "log", environment={"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}) as server:
+        yield Talk(server)
+    left = list(Path(tempfile.gettempdir()).glob(f"{METRICS_FOLDER}{server.process.pid}-*"))
     assert not left, "the server left its folder of metrics behind"
 
 
@@ -195,7 +148,7 @@ def test_the_servers_metrics_show_the_packed_cache(server):
 
 
 def test_the_log_says_what_a_token_costs(server):
-    text = server.log
+    text = server.server.log.read_text()
     assert "vllm serve" in text  # the command it stands for
     (seconds,) = re.findall(r"residualquant: packed attention checked in ([0-9.]+) s", text)
     assert float(seconds) < 2
