@@ -1,6 +1,6 @@
 """The benchmark's protocol, on a shape small enough for a CPU."""
 
-from residualquant.bench.vllm import SETTINGS, measure
+from residualquant.vllm.bench import SETTINGS, measure
 from residualquant.models.ouro import OuroConfig
 
 SHAPE = OuroConfig(

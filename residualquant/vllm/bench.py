@@ -1,6 +1,6 @@
 """Decoding by vLLM at a published model's shape with random weights, packed and raw: tokens that fit, time of a step::
 
-    python -m residualquant.bench.vllm data/h200/vllm_speed.json [ouro|huginn] [compiled]
+    python -m residualquant.vllm.bench data/h200/vllm_speed.json [ouro|huginn] [compiled]
 
 A packed and a raw engine run one after the other, each in a process of its own; the file is written after every step.
 The time of a step is that of 65 tokens less that of one, over 64, the prompts being prefix hits by then. With
@@ -57,7 +57,8 @@ def measure(config: OuroConfig | HuginnConfig, architecture: str, points, keep, 
         start = time.perf_counter()
         params = SamplingParams(max_tokens=tokens, temperature=0, ignore_eos=True)
         outputs = engine.generate(prompts, params, use_tqdm=False)
-        assert all(len(output.outputs[0].token_ids) == tokens for output in outputs)
+        if any(len(output.outputs[0].token_ids) != tokens for output in outputs):
+            raise RuntimeError(f"a request ended before its {tokens} tokens: no time is given")
         return time.perf_counter() - start
 
     for tokens, requests in points:
@@ -99,7 +100,7 @@ def main(path: str, *words: str) -> None:
         run(Path(path), kinds[0], family, "compiled" in words)
         return
     for kind in SETTINGS:
-        subprocess.run([sys.executable, "-m", "residualquant.bench.vllm", path, kind, *words], check=True)
+        subprocess.run([sys.executable, "-m", "residualquant.vllm.bench", path, kind, *words], check=True)
 
 
 if __name__ == "__main__":
