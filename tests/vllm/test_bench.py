@@ -1,7 +1,7 @@
 """The benchmark's protocol, on a shape small enough for a CPU."""
 
-from residualquant.vllm.bench import SETTINGS, measure
 from residualquant.models.ouro import OuroConfig
+from residualquant.vllm.bench import SETTINGS, measure
 
 SHAPE = OuroConfig(
     hidden_size=128, intermediate_size=96, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2,
