@@ -21,22 +21,18 @@
 // Warp instructions for a tile of 16 tokens of a residual loop, from the SASS: 160 to take codes apart, 33 matrix
 // products, 18 loads from shared memory, 73 copies and their addresses, 130 metadata, weights and softmax: 417, or 1.6 a
 // code; 806 fit at the roofline. 230 are on the integer pipe: 115 of the 200 clocks a tile has there.
-// Stage 3,648 bytes, 3 stages for each of 4 warps: 47 KiB a block with scratch, 4 blocks a multiprocessor at no more
-// than 128 registers: 16 warps with 2 tiles each on the way, 114 KiB in flight where 26-35 KiB cover the latency.
-// Prediction: 85 % of the copy bandwidth for both loops at 16k tokens and batch >= 8.
+// Stage 3,648 bytes, 3 stages for each of 8 warps: 97 KiB a block with scratch, 2 blocks a multiprocessor at no more
+// than 128 registers. Measured: 89 % of the copy bandwidth for a residual loop at 16k tokens and batch 32, 80 % at
+// batch 8, where what a block does once is a seventh of its time; ../NOTES.md has all versions.
 //
 // Grid: (splits * query head sets, KV heads, batch). A block takes one split of a sequence; each of its warps takes
-// every fourth tile with its own pages, stages and softmax, and the warps are combined at the end. A second kernel
-// combines the splits with the current BF16 token and rotates the output back once.
+// every eighth tile with its own pages, stages and softmax, and the warps are combined at the end. The last block of a
+// sequence to end merges its splits with the current BF16 token and rotates the output back once.
 #include "decode_tile.cuh"
-
-#ifndef MOST_STAGES
-#define MOST_STAGES 4
-#endif
 
 constexpr int BLOCKS_PER_SM = WARPS_PER_SM / WARPS;
 constexpr int STAGE_BUDGET = (WARPS_PER_SM == 16 ? 50 : 88) * 256;  // of a warp
-constexpr int STAGES = STAGE_BUDGET / STAGE_BYTES < 2 ? 2 : smaller(STAGE_BUDGET / STAGE_BYTES, MOST_STAGES);
+constexpr int STAGES = STAGE_BUDGET / STAGE_BYTES < 2 ? 2 : smaller(STAGE_BUDGET / STAGE_BYTES, 4);
 constexpr int COLUMN_THREADS = HEAD_DIM / 8, ROW_SETS = THREADS / COLUMN_THREADS;  // of the query's rotation
 constexpr int ROWS_AT_ONCE = 16;  // of a matrix that a thread has on the way: 64 registers
 constexpr int PASSES_AT_ONCE = ceil_div(smaller(HEAD_DIM, 128), 8 * WARPS);  // of the rotation of the output

@@ -3,12 +3,9 @@
 
 #include "decode_layout.cuh"
 
-#ifndef BLOCK_WARPS  // at most
-#define BLOCK_WARPS 8
-#endif
 constexpr int ACCUMULATORS = QUERY_HEADS * PAIRS * ROW_TILES * 4;
 constexpr int WARPS_PER_SM = ACCUMULATORS <= 32 ? 16 : 8;
-constexpr int WARPS = smaller(BLOCK_WARPS, WARPS_PER_SM), THREADS = WARPS * LANES;
+constexpr int WARPS = 8, THREADS = WARPS * LANES;
 
 // f16 holds p * 2^P_EXPONENT, so that small p keep their bits. The running maximum moves only when it is exceeded by
 // more than SLACK (in log2), so p 2^P_EXPONENT <= 2^6; times an e4m3 scale it stays below the largest f16.

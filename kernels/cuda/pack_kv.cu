@@ -33,9 +33,6 @@
 #ifndef OTHER_GROUP
 #define OTHER_GROUP 32
 #endif
-#ifndef MIN_BLOCKS
-#define MIN_BLOCKS 3
-#endif
 #ifndef ROTATED  // whether there are rotations
 #define ROTATED 1
 #endif
@@ -503,7 +500,7 @@ __device__ __forceinline__ void pack_tile(const Arguments& arg, int tile, int he
   if (arg.sanitised != nullptr && changed > 0) add_atomically(arg.sanitised, changed);
 }
 
-__global__ void __launch_bounds__(THREADS, MIN_BLOCKS) pack_kv_kernel(const Arguments arg) {
+__global__ void __launch_bounds__(THREADS, 3) pack_kv_kernel(const Arguments arg) {
   const int warp = threadIdx.x / LANES, lane = threadIdx.x % LANES, parts = static_cast<int>(arg.parts);
   const int head = blockIdx.y, is_v = blockIdx.z / parts, part = blockIdx.z % parts;
   if constexpr (ROTATED) {

@@ -119,6 +119,29 @@ def profiles_block() -> str:
     return markdown(pd.DataFrame(rows))
 
 
+def kernels_block() -> str:
+    """Decode attention on one GPU beside the fastest BF16 attention there, from data/h200/kernels.csv."""
+    import pandas as pd
+
+    from residualquant.repro.layouts import markdown
+
+    rows = pd.read_csv(paths.data_dir("h200") / "kernels.csv")
+    rows = rows[rows.reference == "last"]
+    first = rows.iloc[0]
+    table = pd.DataFrame(
+        {
+            "Model": rows.model,
+            "Past tokens x batch": [f"{context:,} x {batch}" for context, batch in zip(rows.context, rows.batch)],
+            "One layer": rows.operation,
+            "Time, µs": rows.median_us.map("{:.0f}".format),
+            "Of the copy bandwidth": rows.fraction_of_copy.map("{:.0%}".format),
+            "Fastest BF16": rows.bf16_way,
+            "Speed-up": rows.speedup.map("{:.2f}".format),
+        }
+    )
+    return f"{first.gpu}, {first.config}, copy bandwidth {first.copy_tb_per_s:.2f} TB/s:\n\n{markdown(table)}"
+
+
 def _of_each(profiles: Sequence[str], make: Callable[[str], str], once: bool = False) -> str:
     """What ``make`` gives for each profile, or for the first that is measured; a sentence where it was not measured."""
     parts, missing = [], []
@@ -138,6 +161,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "claims": claims_block,
     "gap": gap_block,
     "profiles": profiles_block,
+    "kernels": kernels_block,
 }
 
 
