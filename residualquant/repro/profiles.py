@@ -176,7 +176,7 @@ PROFILES = {
             "full",
             {"ouro": _sizes(800, 400), "huginn": _sizes(400, 400)},
             device="cuda",
-            cost="a quarter of an hour on one H200",
+            cost="some twenty minutes on one H200, in four parts",
         ),
         Profile(
             "paper",
