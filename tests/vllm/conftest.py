@@ -1,5 +1,6 @@
 """Tests on the real vLLM engine, on the CPU; collected only where vLLM is installed (`make test-vllm`)."""
 
+import gc
 import importlib.util
 import os
 
@@ -41,10 +42,12 @@ def tiny_ouro(tmp_path_factory):
     return save_model(model, tmp_path_factory.mktemp("tiny_ouro"))
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def start_engine():
-    """A function that starts an engine in this process."""
+    """A function that starts an engine in this process; a module's engines end with it, for each takes a gigabyte."""
     from vllm import LLM
+
+    engines = []
 
     def start(model, **options):
         defaults = {
@@ -55,6 +58,11 @@ def start_engine():
             "max_num_seqs": 8,
             "block_size": 16,
         }
-        return LLM(str(model), **(defaults | options))
+        engines.append(LLM(str(model), **(defaults | options)))
+        return engines[-1]
 
-    return start
+    yield start
+    for engine in engines:
+        engine.llm_engine.engine_core.shutdown()
+    engines.clear()
+    gc.collect()
