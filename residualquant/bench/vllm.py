@@ -17,6 +17,7 @@ import tempfile
 import time
 from pathlib import Path
 
+from residualquant.errors import ResidualQuantError
 from residualquant.models.huginn import HuginnConfig
 from residualquant.models.ouro import OuroConfig
 from residualquant.repro.paths import write_atomic
@@ -39,6 +40,9 @@ def measure(config: OuroConfig | HuginnConfig, architecture: str, points, keep, 
         points: (tokens of a prompt, requests at a time).
         keep: called with (name, value) as soon as something is known; "rows" holds one dictionary a point.
         options: of the engine.
+
+    Raises:
+        ResidualQuantError: a request that ended early.
     """
     from vllm import LLM, SamplingParams
 
@@ -57,8 +61,10 @@ def measure(config: OuroConfig | HuginnConfig, architecture: str, points, keep, 
         start = time.perf_counter()
         params = SamplingParams(max_tokens=tokens, temperature=0, ignore_eos=True)
         outputs = engine.generate(prompts, params, use_tqdm=False)
-        assert all(len(output.outputs[0].token_ids) == tokens for output in outputs)
-        return time.perf_counter() - start
+        taken = time.perf_counter() - start
+        if any(len(output.outputs[0].token_ids) != tokens for output in outputs):
+            raise ResidualQuantError(f"a request ended before its {tokens} tokens")
+        return taken
 
     for tokens, requests in points:
         drawn = [[draw.randrange(10, config.vocab_size) for _ in range(tokens)] for _ in range(requests)]
