@@ -1,6 +1,9 @@
 """What every test shares: no network, one thread each, foreign test data by environment variable, GPU tests counted."""
 
+import ctypes
 import os
+import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -25,6 +28,30 @@ def test_data() -> Path:
     if not folder or not Path(folder).is_dir():
         pytest.skip("RESIDUALQUANT_TEST_DATA names no folder")
     return Path(folder)
+
+
+@pytest.fixture(scope="session")
+def cpu_library(root, tmp_path_factory):
+    """Compiles a variant of a CUDA source for this CPU: the kernel's own text, other primitives."""
+    if shutil.which("g++") is None:
+        pytest.skip("no g++")
+    from residualquant.kernels.build import sources
+
+    built = {}
+
+    def build(variant) -> ctypes.CDLL:
+        if variant not in built:
+            folder = tmp_path_factory.mktemp("cuda_on_cpu")
+            for source in sources(variant.SOURCE):
+                shutil.copy(source, folder)
+            shutil.copy(root / "tests" / "cuda_on_cpu" / "primitives.cuh", folder)
+            flags = ["-O1", "-std=c++17", "-ffp-contract=off", "-x", "c++", "-shared", "-fPIC", "-fno-gnu-unique"]
+            target = folder / "variant.so"
+            subprocess.run(["g++", *flags, *variant.macros, "-o", target, folder / variant.SOURCE], check=True)
+            built[variant] = ctypes.CDLL(str(target))
+        return built[variant]
+
+    return build
 
 
 def pytest_configure(config):

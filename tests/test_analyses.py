@@ -1,5 +1,6 @@
 """Table 1 and Figure 3 from states alone: the definitions restated, and what is kept, read back and made again."""
 
+import pandas as pd
 import pytest
 import torch
 from test_plots import keep_analyses, tiny_model
@@ -65,6 +66,37 @@ def test_problems_are_measured_once_and_again_when_the_model_changes(tmp_path, m
     model.weights_hash = "other"
     with pytest.raises(TypeError):
         tables.table("table1", TINY, compute=True)
+
+
+def test_rotations_are_compared_on_kept_errors_and_measured_once(tmp_path, monkeypatch):
+    monkeypatch.setenv("RESIDUALQUANT_HOME", str(tmp_path))
+    with pytest.raises(ResidualQuantError, match=r"rotation_errors.csv is missing: `make reproduce PROFILE=tiny`"):
+        tables.table("rotations", TINY)
+    model, asked = tiny_model(total_ut_steps=4), []
+    monkeypatch.setattr("residualquant.models.load_model", lambda name, device=None: model)
+    monkeypatch.setattr(
+        "residualquant.rotation.calibration.calibrated_many", lambda m, configs, *rest: [c.rotation for c in configs]
+    )
+
+    def errors(model, task, configs, rotations, sizes, n):
+        asked.append((task, [c.rotation for c in configs], rotations, n))
+        about = {"model": "m", "config": "INT2/4 g=32", "reference": "last", "loop_group": 1, "n": n, "split": "third"}
+        values = {"hadamard": (4.0, 2.0), "oscar": (2.0, 8.0), "optr_h": (1.0, 1.0)}
+        return pd.DataFrame(
+            about | {"rotation": rotation, "layer": 1, "of": "K", "head": head + 1, "error": value}
+            for rotation, both in values.items()
+            for head, value in enumerate(both)
+        )
+
+    monkeypatch.setattr("residualquant.rotation.measure.rotation_errors", errors)
+    made = tables.table("rotations", TINY, compute=True).set_index(["rotation", "against"])
+    assert asked == [("algebra", ["hadamard", "oscar", "optr_h"], {1: "oscar", 2: "optr_h"}, 2)]
+    assert made.loc["optr_h", "hadamard"].mean_ratio == round(2 / 6, 4) and made.loc["optr_h", "oscar"].lower_pct == 100
+    assert made.loc["oscar", "hadamard"].lower_pct == 50 and set(made.heads) == {2}
+    assert tables.table("rotations", TINY, compute=True).equals(made.reset_index()) and len(asked) == 1
+    model.weights_hash = "other"
+    tables.table("rotations", TINY, compute=True)
+    assert len(asked) == 2
 
 
 def test_what_is_missing_or_damaged_is_one_sentence(tmp_path, monkeypatch):

@@ -15,7 +15,7 @@ COMPILE = """
 import triton
 from triton.backends.compiler import GPUTarget
 from residualquant import KVQuantConfig
-from residualquant.kernels import pack_kv, prefill_attention, stage_kv
+from residualquant.kernels import decode_attention_triton, pack_kv, prefill_attention, stage_kv
 from residualquant.layout import PageLayout
 
 def assembly(kernel, arch, pointers, constants, **options):
@@ -25,7 +25,7 @@ def assembly(kernel, arch, pointers, constants, **options):
     source = triton.compiler.ASTSource(kernel, signature=signature, constexprs=values)
     return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options).asm["ptx"]
 
-def writer(arch, rotated, head_dim, **config):
+def writer(arch, rotated, head_dim, parts=1, **config):
     layout = PageLayout(KVQuantConfig(**config), head_dim)
     pointers = dict(words="*i16", slots="*i64", k="*bf16", v="*bf16", k_matrix="*fp16", v_matrix="*fp16",
                     k_means="*fp32", sanitised="*i32", rotated="*fp32")
@@ -33,20 +33,33 @@ def writer(arch, rotated, head_dim, **config):
     warps = width // pack_kv.WARP_CHANNELS
     constants = dict(RUNS=pack_kv.coding_runs(layout), LOOPS=layout.config.loops, S=16, D=head_dim, BLOCK_D=width,
                      COEFFICIENT=layout.config.coefficient, CHAINED=layout.config.reference in ("previous", "next"),
-                     BLOCK_T=16, WARPS=warps)
+                     BLOCK_T=16, WARPS=warps, PARTS=parts)
     if not rotated:
         constants |= dict.fromkeys(("k_matrix", "v_matrix", "k_means", "sanitised", "rotated"))
     options = dict(num_warps=warps, enable_fp_fusion=False)
     return assembly(pack_kv.pack_kv_kernel, arch, pointers, constants, **options)
 
-def prefill(arch, head_dim, loop, **config):
+def prefill(arch, head_dim, loop, tuned, **config):
     layout = PageLayout(KVQuantConfig(**config), head_dim)
     pointers = dict.fromkeys(("out", "q", "k", "v"), "*bf16") | dict.fromkeys(("k_matrix", "v_matrix"), "*fp16")
     pointers |= dict.fromkeys(("block_table", "query_start", "seq_lens"), "*i32")
     pointers |= dict(words="*i16", k_means="*fp32", scale="fp32")
+    tuned = dict(BLOCK_M=32, BLOCK_N=16, num_warps=4) | tuned
+    blocks = {name: tuned.pop(name) for name in ("BLOCK_M", "BLOCK_N")}
     constants = dict(CHAIN=prefill_attention._chain(layout, loop), ALPHA=True, R=2, S=16, D=head_dim,
-                     BLOCK_D=triton.next_power_of_2(head_dim), BLOCK_M=32, BLOCK_N=16)
-    return assembly(prefill_attention.prefill_attention_kernel, arch, pointers, constants, num_warps=4)
+                     BLOCK_D=triton.next_power_of_2(head_dim), **blocks)
+    return assembly(prefill_attention.prefill_attention_kernel, arch, pointers, constants, **tuned)
+
+def decode(arch, head_dim, loop, means, per_head=1, **config):
+    layout = PageLayout(KVQuantConfig(**config), head_dim)
+    pointers = dict.fromkeys(("q", "means", "partial", "lse"), "*fp32")
+    pointers |= dict(pages="*u8", block_table="*i32", lengths="*i32")
+    constants = dict(PLANES=decode_attention_triton.planes_read(layout, loop, 0, 16), D=head_dim, S=16,
+                     BLOCK_D=triton.next_power_of_2(head_dim), PER_HEAD=per_head,
+                     BLOCK_Q=triton.next_power_of_2(per_head), TILE=decode_attention_triton.TILE)
+    if not means:
+        constants["means"] = None
+    return assembly(decode_attention_triton.decode_attention_kernel, arch, pointers, constants, num_warps=4)
 
 def staging(arch):
     constants = dict(COUNT=288, LIMIT=stage_kv.BF16_LIMIT, CODED=stage_kv.LIMIT, BLOCK=stage_kv.BLOCK)
@@ -56,13 +69,22 @@ def staging(arch):
 print(EXPRESSION)
 """
 
+OURO = "bits=(2, 2, 2, 4), rotation='optr_h'"
+TUNED = "BLOCK_M=128, BLOCK_N=64, num_warps=8, num_stages=2"
 KERNELS = {
-    "writer, last, rotated": "writer(90, True, 64, bits=(2, 2, 4), rotation='optr_h')",
+    "writer, Ouro": f"writer(90, True, 128, {OURO})",
+    "writer, Ouro, a part for each residual": f"writer(90, True, 128, 3, {OURO})",
+    "writer, Huginn, g = 16": f"writer(90, True, 96, group_size=16, {OURO})",
     "writer, chained, D = 96": "writer(120, False, 96, bits=(3, 1, 0, 8), reference='next', coefficient='norm_ratio')",
     "writer, direct": "writer(90, False, 64, bits=(2, 4), reference='direct')",
     "staging": "staging(90)",
-    "prefill, last, rotated": "prefill(90, 64, 0, bits=(2, 4), rotation='optr_h')",
-    "prefill, chained, 3 bits": "prefill(120, 64, 1, bits=(4, 3), group_size=16, reference='previous')",
+    "prefill, Ouro": f"prefill(90, 128, 0, dict({TUNED}), {OURO})",
+    "prefill, Huginn's anchor": f"prefill(90, 96, 3, dict({TUNED}), {OURO})",
+    "prefill, chained, 3 bits": "prefill(120, 64, 1, {}, bits=(4, 3), group_size=16, reference='previous')",
+    "decode, Ouro": f"decode(90, 128, 0, True, {OURO})",
+    "decode, Ouro's anchor": f"decode(90, 128, 3, True, {OURO})",
+    "decode, Huginn, chained": f"decode(90, 96, 0, True, reference='next', group_size=16, {OURO})",
+    "decode, D = 256, 3 query heads": "decode(120, 256, 1, False, 3, bits=(8, 0, 1), reference='previous')",
 }
 
 

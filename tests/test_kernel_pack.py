@@ -13,7 +13,9 @@ from hypothesis import strategies as st  # noqa: E402
 
 from residualquant import KVQuantConfig, preset  # noqa: E402
 from residualquant.kernels import pack_kv as writer  # noqa: E402
+from residualquant.kernels.build import compile_variant, compiler, writer_variant_for  # noqa: E402
 from residualquant.kernels.pack_kv import pack_kv, pack_kv_cost, pack_kv_reference  # noqa: E402
+from residualquant.kernels.pack_kv_cuda import WriterCall, launch  # noqa: E402
 from residualquant.layout import PageLayout, stored_bytes  # noqa: E402
 from residualquant.pages import allocate_pages, read_pages  # noqa: E402
 
@@ -78,6 +80,14 @@ def layout_of(head_dim, bits, group_size, reference, coefficient, **more):
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_every_byte_is_the_reference(case):
+    check_bytes(layout_of(*case), tokens=5, heads=1)
+
+
+@pytest.mark.parametrize("case", [CASES[0], CASES[3], CASES[6], CASES[11]], ids=str)
+def test_loops_in_parts(case, monkeypatch):
+    """What a step of few tokens does on a GPU; sanitised values of the anchor are still counted once."""
+    monkeypatch.setattr(writer, "processors", lambda device: 132)
+    assert writer.choose_parts(layout_of(*case).config, 2, 132) > 1
     check_bytes(layout_of(*case), tokens=5, heads=1)
 
 
@@ -178,6 +188,65 @@ def check_rotated(layout, tokens, heads, dtype=torch.float32, shared=False):
 @pytest.mark.parametrize("shared", [False, True], ids=["a matrix per head", "one matrix"])
 def test_rotation_and_key_means(shared):
     check_rotated(layout_of(64, (2, 4), 32, "last", "ls", rotation="optr_h"), tokens=3, heads=2, shared=shared)
+
+
+CUDA_CASES = {  # head_dim, bits, group size, reference, coefficient, rotation, multiprocessors
+    "Ouro": (128, (2, 2, 2, 4), 32, "last", "ls", "optr_h", 0),
+    "Ouro, in parts": (128, (2, 2, 2, 4), 32, "last", "ls", "optr_h", 132),
+    "g = 16": (128, (2, 2, 2, 4), 16, "last", "ls", "none", 0),
+    "Huginn": (96, (2, 2, 2, 4), 32, "last", "ls", "optr_h", 0),
+    "direct, g = 16, in parts": (96, (2, 2, 4), 16, "direct", "ls", "none", 132),
+    "first, g = 64": (64, (4, 2, 2), 64, "first", "norm_ratio", "none", 132),
+    "chained": (64, (2, 2, 4), 32, "next", "ls", "optr_h", 0),
+    "unit": (64, (4, 4), 32, "previous", "unit", "none", 0),
+}
+
+
+@pytest.mark.parametrize("name", CUDA_CASES)
+def test_cuda_source_on_cpu(cpu_library, name):
+    """Every byte is the reference's, of the rotated values that the kernel itself computed; slots are scattered."""
+    *coding, rotation, processors = CUDA_CASES[name]
+    layout, tokens, heads = layout_of(*coding, rotation=rotation), 45, 2
+    k, v = (states((layout.config.loops, tokens, heads, layout.head_dim), s, torch.bfloat16).cpu() for s in (1, 2))
+    slots = slots_for(tokens, 4, 0).cpu()
+    pages, expected = (allocate_pages(layout, 4, heads, "cpu").fill_(POISON) for _ in range(2))
+    sanitised, rotated = torch.zeros(1, dtype=torch.int32), torch.full((2, *k.shape), torch.nan)
+    turn = (None, None, None)
+    if rotation != "none":
+        turn = tuple(x.cpu() for x in rotations(heads, layout.head_dim, layout.config.loops))
+    call = WriterCall(pages, layout, slots, k, v, *turn, sanitised=sanitised, rotated=rotated)
+    launch(cpu_library(writer_variant_for(layout)), call, processors, 0)
+    stored = slots >= 0
+    states_coded = (x[:, stored] for x in rotated)
+    identity = None if rotation == "none" else torch.eye(layout.head_dim, dtype=torch.float16)
+    pack_kv_reference(expected, layout, slots[stored], *states_coded, identity, identity, turn[2])
+    assert torch.equal(pages, expected)
+    for x, z, matrix in ((k, rotated[0], turn[0]), (v, rotated[1], turn[1])):
+        clean = x.float().nan_to_num(0, torch.inf, -torch.inf).clamp(-65504, 65504)[:, stored]
+        if matrix is not None:
+            clean = torch.einsum("lthd,hde->lthe", clean.half().double(), matrix.double())
+        error = (z[:, stored] - clean).abs() / clean.abs().amax(-1, keepdim=True).clamp(min=1)
+        assert error.max() < (0 if matrix is None else 1e-6) + 1e-30
+    assert sanitised.item() == sum((~(x[:, stored].float().abs() <= 65504)).sum().item() for x in (k, v)) > 0
+
+
+@pytest.mark.parametrize("architecture", ["sm_90", "sm_120"])
+def test_cuda_source_compiles(architecture, tmp_path):
+    if compiler() is None:
+        pytest.skip("no nvcc")
+    variant = writer_variant_for(layout_of(128, (2, 2, 2, 4), 32, "last", "ls", rotation="optr_h"))
+    log = compile_variant(variant, architecture, tmp_path / "k.so")
+    assert "pack_kv_kernel" in log and " 0 bytes spill stores" in log, log
+
+
+def test_what_the_cuda_writer_knows():
+    def why_not(*case):
+        return writer_variant_for(layout_of(*case))
+
+    assert "head_dim" in why_not(256, (2, 4), 32, "last", "ls") and "bits" in why_not(128, (3, 4), 32, "last", "ls")
+    cfg = KVQuantConfig(bits=(2, 2, 4), group_size=16, int4_group_size=32)
+    variant = writer_variant_for(PageLayout(cfg, 128))
+    assert (variant.first_bits, variant.first_group, variant.other_bits, variant.other_group) == (4, 32, 2, 16)
 
 
 def test_one_piece_or_token_by_token():

@@ -31,8 +31,8 @@ def code_cells(name):
 def test_the_notebooks_of_this_version_are_there():
     assert NAMES == [
         "00_method", "01_storage", "02_figure2", "03_figure5", "04_table1", "05_figure3_middle", "06_figure3_right",
-        "10_table2", "11_figure1_left", "12_table3", "13_table4", "14_table5", "15_table8", "16_table9", "20_claims",
-        "30_serving",
+        "07_rotations", "10_table2", "11_figure1_left", "12_table3", "13_table4", "14_table5", "15_table8", "16_table9",
+        "20_claims", "30_serving",
     ]  # fmt: skip
     labels = {name.split("_", 1)[1] for name in NAMES} - {"method", "serving"}
     assert labels == (set(tables.TABLES) | {"figure2", "figure5"}) - {"table2_mean"}

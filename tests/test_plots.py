@@ -46,13 +46,18 @@ def tiny_home(home):
 
 
 def keep_analyses(folder):
-    """Made-up numbers of three problems in the files of Table 1 and Figure 3."""
+    """Made-up numbers of three problems in the files of Table 1, Figure 3 and the rotations' errors."""
     nmse = {f"{reference}_{loop}": 0.1 for reference in ("first", "last") for loop in ("1", "2", "3", "4", "avg")}
     states = {f"{kind}_{loop}": 7.0 for kind in "kv" for loop in range(1, 5)}
     states |= {f"int{b}_{a}_{r}": 2.0 + (a == "unit") for b in (2, 4) for r in (1, 2, 3) for a in ("unit", "ls")}
     for name, row in (("table1", nmse), ("figure3", states)):
         rows = pd.DataFrame([{"key": "x", "problem": i} | row for i in range(3)])
         paths.write_atomic(folder / f"{name}_problems.csv", rows.to_csv(index=False))
+    about = {"key": "x", "model": "m", "config": "INT2/4 g=32", "reference": "last", "layer": 1, "loop_group": 1}
+    about |= {"of": "K", "head": 1, "n": 3, "split": "third"}
+    made = {"hadamard": 3, "oscar": 2, "optr_h": 1}
+    errors = pd.DataFrame(about | {"rotation": rotation, "error": error} for rotation, error in made.items())
+    paths.write_atomic(folder / "rotation_errors.csv", errors.to_csv(index=False))
 
 
 @pytest.fixture(scope="module")

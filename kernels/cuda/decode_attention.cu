@@ -30,16 +30,19 @@
 // combines the splits with the current BF16 token and rotates the output back once.
 #include "decode_tile.cuh"
 
-constexpr int ACCUMULATORS = QUERY_HEADS * PAIRS * ROW_TILES * 4;
-constexpr int BLOCKS_PER_SM = ACCUMULATORS <= 32 ? 4 : 2;
-constexpr int STAGE_BUDGET = (BLOCKS_PER_SM == 4 ? 50 : 88) * 1024 / WARPS;
-constexpr int STAGES = STAGE_BUDGET / STAGE_BYTES < 2 ? 2 : smaller(STAGE_BUDGET / STAGE_BYTES, 4);
-constexpr int COLUMN_THREADS = HEAD_DIM / 8, ROW_SETS = THREADS / COLUMN_THREADS;  // of the query's rotation
-constexpr int SCRATCH_FLOATS = QUERY_HEADS * HEAD_DIM * (ROW_SETS + 1);
-constexpr int SHARED_BYTES = WARPS * STAGES * STAGE_BYTES + SCRATCH_FLOATS * 4;
-static_assert(SCRATCH_FLOATS >= QUERY_HEADS * WARPS * (HEAD_DIM + 2), "the epilogue's sums must fit in the scratch");
+#ifndef MOST_STAGES
+#define MOST_STAGES 4
+#endif
 
-constexpr int MERGE_ROWS = 4;             // sequences that a block of the merging kernel serves
+constexpr int BLOCKS_PER_SM = WARPS_PER_SM / WARPS;
+constexpr int STAGE_BUDGET = (WARPS_PER_SM == 16 ? 50 : 88) * 256;  // of a warp
+constexpr int STAGES = STAGE_BUDGET / STAGE_BYTES < 2 ? 2 : smaller(STAGE_BUDGET / STAGE_BYTES, MOST_STAGES);
+constexpr int COLUMN_THREADS = HEAD_DIM / 8, ROW_SETS = THREADS / COLUMN_THREADS;  // of the query's rotation
+constexpr int ROWS_AT_ONCE = 16;  // of a matrix that a thread has on the way: 64 registers
+constexpr int PASSES_AT_ONCE = ceil_div(smaller(HEAD_DIM, 128), 8 * WARPS);  // of the rotation of the output
+constexpr int CHANNELS_A_THREAD = ceil_div(HEAD_DIM, THREADS);
+constexpr int SCRATCH_FLOATS = QUERY_HEADS * HEAD_DIM * (ROW_SETS + 1);
+static_assert(SCRATCH_FLOATS >= QUERY_HEADS * WARPS * (HEAD_DIM + 2), "the epilogue's sums must fit in the scratch");
 
 // ---------------------------------------------------------------- the query
 
@@ -58,8 +61,10 @@ __device__ void rotate_queries(const Arguments& arg, int row, int head, int kv_h
   const int set = thread / COLUMN_THREADS, column = thread % COLUMN_THREADS * 8;
   float sums[QUERY_HEADS][8] = {};
   if (set < ROW_SETS) {
-#pragma unroll 8
-    for (int i = set; i < HEAD_DIM; i += ROW_SETS) {
+#pragma unroll ROWS_AT_ONCE
+    for (int n = 0; n < ceil_div(HEAD_DIM, ROW_SETS); ++n) {
+      const int i = n * ROW_SETS + set;
+      if (HEAD_DIM % ROW_SETS && i >= HEAD_DIM) break;
       const uint4 eight = *reinterpret_cast<const uint4*>(matrix + i * HEAD_DIM + column);
       const uint32_t words[4] = {eight.x, eight.y, eight.z, eight.w};
 #pragma unroll
@@ -98,54 +103,79 @@ __device__ float query_unit(const float* z, int lane) {
 // Value of z in `half` of a pair's B operand for `column`: zero outside the column's group, and divided by the place
 // that the codes are taken out at.
 __device__ __forceinline__ float query_value(const float* z, int pair, int column, int t, int k_pair, int half) {
-  float value = 0.0f;
-  static_for<2>([&](auto index) {
-    constexpr int which = index;
-    const int kind = 2 * pair + which, bits = bits_of(kind), channel = k_channel(bits, t, k_pair, half);
-    if (kind < KINDS && column / SLOTS == which && slot_of(kind, channel) == column % SLOTS) {
-      value = z[channel] / (1 << pick_position(bits, k_pick(bits, k_pair)));
-    }
-  });
-  return value;
+  const int kind = 2 * pair + column / SLOTS, bits = bits_of(kind), channel = k_channel(bits, t, k_pair, half);
+  const bool inside = kind < KINDS && slot_of(kind, channel) == column % SLOTS;
+  return inside ? z[channel] / (1 << pick_position(bits, k_pick(bits, k_pair))) : 0.0f;
 }
 
-__device__ void prepare_query(const Arguments& arg, const float* z, int kv_head, int lane, Query& query) {
+// What the warps of a block work out together of one query: B operands, sums of q by warp, column tile and column, and
+// q.mu by kind; both over CODE_UNIT.
+struct SharedQuery {
+  uint32_t b[PAIRS * K_PAIRS][LANES];
+  float sums[WARPS][PAIRS * COLUMN_TILES][8];
+  float means[PAIRS * 2];
+  float unit;
+};
+
+constexpr int SHARED_BYTES =
+    WARPS * STAGES * STAGE_BYTES + SCRATCH_FLOATS * 4 + QUERY_HEADS * static_cast<int>(sizeof(SharedQuery));
+
+__device__ void prepare_query(const Arguments& arg, const float* z, int kv_head, int warp, int lane,
+                              SharedQuery& shared) {
   const int g = lane / 4, t = lane % 4;
   const float unit = query_unit(z, lane);
-  query.factor = static_cast<float>(arg.scale * 1.4426950408889634) * CODE_UNIT / unit;
+  float total[PAIRS * COLUMN_TILES] = {};
+  for (int i = warp; i < PAIRS * K_PAIRS; i += WARPS) {
+    const int pair = i / K_PAIRS, p = i % K_PAIRS, bits = bits_of(2 * pair + g / SLOTS);
+    const uint32_t b = pack_half2(query_value(z, pair, g, t, p, 0) * unit, query_value(z, pair, g, t, p, 1) * unit);
+    const float sum = (low_half(b) + high_half(b)) * (1 << pick_position(bits, k_pick(bits, p)));
+    shared.b[i][lane] = b;
+#pragma unroll
+    for (int tile = 0; tile < PAIRS * COLUMN_TILES; ++tile) {
+      total[tile] += tile == pair * COLUMN_TILES + k_block(p) * BLOCK / COLUMN_TILE ? sum : 0.0f;
+    }
+  }
+#pragma unroll
+  for (int tile = 0; tile < PAIRS * COLUMN_TILES; ++tile) {
+    float column = total[tile] / CODE_UNIT;
+    column += from_neighbour(column, 1);
+    column += from_neighbour(column, 2);
+    if (t == 0) shared.sums[warp][tile][g] = column;
+  }
+  static_for<KINDS>([&](auto index) {
+    constexpr int kind = index;
+    if (warp != kind % WARPS) return;
+    float dot = 0.0f;
+    if (arg.means[kind] != nullptr) {
+      const float* mean = arg.means[kind] + kv_head * arg.mean_stride;
+#pragma unroll
+      for (int i = lane; i < HEAD_DIM; i += LANES) dot += z[i] * mean[i];
+    }
+    dot = sum_over_warp(dot) * unit / CODE_UNIT;
+    if (lane == 0) shared.means[kind] = dot;
+  });
+  if (threadIdx.x == 0) shared.unit = unit;
+}
+
+// This lane's share of it.
+__device__ __forceinline__ void load_query(const Arguments& arg, const SharedQuery& shared, int lane, Query& query) {
+  const int t = lane % 4;
+  query.factor = static_cast<float>(arg.scale * 1.4426950408889634) * CODE_UNIT / shared.unit;
   static_for<PAIRS>([&](auto index) {
     constexpr int pair = index;
-    float total[COLUMN_TILES] = {};
-    static_for<K_PAIRS>([&](auto index) {
-      constexpr int p = index;
-      constexpr int tile = k_block(p) * BLOCK / COLUMN_TILE;
-      const uint32_t b = pack_half2(query_value(z, pair, g, t, p, 0) * unit, query_value(z, pair, g, t, p, 1) * unit);
-      const int kind = 2 * pair + g / SLOTS, bits = kind == 0 ? FIRST_BITS : OTHER_BITS;
-      query.b[pair][p] = b;
-      total[tile] += (low_half(b) + high_half(b)) * (1 << pick_position(bits, k_pick(bits, p)));
-    });
-    static_for<COLUMN_TILES>([&](auto index) {
-      constexpr int tile = index;
-      float column = total[tile] / CODE_UNIT;
-      column += from_neighbour(column, 1);
-      column += from_neighbour(column, 2);
-      query.sum[pair][tile][0] = from_lane(column, 8 * t);
-      query.sum[pair][tile][1] = from_lane(column, 8 * t + 4);
-    });
-    query.mean[pair] = 0.0f;
-    static_for<2>([&](auto index) {
-      constexpr int which = index;
-      constexpr int kind = 2 * pair + which;
-      if constexpr (kind < KINDS) {
-        if (arg.means[kind] != nullptr) {
-          const float* mean = arg.means[kind] + kv_head * arg.mean_stride;
-          float dot = 0.0f;
-          for (int i = lane; i < HEAD_DIM; i += LANES) dot += z[i] * mean[i];
-          dot = sum_over_warp(dot) * unit / CODE_UNIT;
-          if (t == which * SLOTS / 2) query.mean[pair] = dot;
-        }
+#pragma unroll
+    for (int p = 0; p < K_PAIRS; ++p) query.b[pair][p] = shared.b[pair * K_PAIRS + p][lane];
+#pragma unroll
+    for (int tile = 0; tile < COLUMN_TILES; ++tile) {
+#pragma unroll
+      for (int c = 0; c < 2; ++c) {
+        float sum = 0.0f;
+        for (int w = 0; w < WARPS; ++w) sum += shared.sums[w][pair * COLUMN_TILES + tile][2 * t + c];
+        query.sum[pair][tile][c] = sum;
       }
-    });
+    }
+    const int kind = 2 * pair + 2 * t / SLOTS;
+    query.mean[pair] = t % (SLOTS / 2) == 0 && kind < KINDS ? shared.means[kind] : 0.0f;
   });
 }
 
@@ -208,21 +238,25 @@ __device__ void write_split(const Arguments& arg, const Running (&run)[QUERY_HEA
   }
 }
 
-// Attention of QUERY_HEADS query heads over one split of a sequence's past.
-__global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) decode_attention_kernel(const Arguments arg) {
-  const int warp = threadIdx.x / LANES, lane = threadIdx.x % LANES;
-  const int sets = static_cast<int>(arg.query_heads / arg.kv_heads) / QUERY_HEADS;
-  const int split = blockIdx.x / sets, kv_head = blockIdx.y, row = blockIdx.z;
-  const int head = (kv_head * sets + blockIdx.x % sets) * QUERY_HEADS;
-  const int length = arg.lengths[row], tiles = ceil_div(length, TILE_TOKENS);
-  const int per_split = ceil_div(tiles, static_cast<int>(arg.splits));
-  const int begin = split * per_split, end = smaller(begin + per_split, tiles);
-  if (begin >= end) {
-    if (threadIdx.x < QUERY_HEADS) arg.lse[(row * arg.query_heads + head + threadIdx.x) * arg.splits + split] = -INFINITY;
-    return;
+// What the end needs is brought to the second-level cache while the warps are combined.
+__device__ __forceinline__ void prefetch_finish(const Arguments& arg, int row, int kv_head) {
+  constexpr int line = 128, lines = HEAD_DIM * HEAD_DIM * 2 / line;
+  if (arg.v_matrix != nullptr) {
+    const __half* matrix = arg.v_matrix + kv_head * arg.v_matrix_stride;
+    for (int i = threadIdx.x; i < lines; i += THREADS) prefetch(matrix + i * (line / 2));
   }
+  const int i = threadIdx.x * (line / 2);
+  if (i < HEAD_DIM) {
+    prefetch(arg.k + row * arg.k_stride + kv_head * arg.k_head_stride + i);
+    prefetch(arg.v + row * arg.v_stride + kv_head * arg.v_head_stride + i);
+  }
+}
+
+// Attention of QUERY_HEADS query heads over the tiles from `begin` to `end` of a sequence's past.
+__device__ __forceinline__ void attend_split(const Arguments& arg, int row, int head, int kv_head, int split, int begin,
+                                             int end, int length, float* scratch) {
+  const int warp = threadIdx.x / LANES, lane = threadIdx.x % LANES;
   uint8_t* stages = shared_memory() + warp * STAGES * STAGE_BYTES;
-  float* scratch = reinterpret_cast<float*>(shared_memory() + WARPS * STAGES * STAGE_BYTES);
   float* rotated = scratch + QUERY_HEADS * HEAD_DIM * ROW_SETS;
 
   const int count = begin + warp < end ? ceil_div(end - begin - warp, WARPS) : 0;
@@ -232,9 +266,15 @@ __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) decode_attention_kerne
   for (int stage = 0; stage < STAGES - 1; ++stage) stream.issue(stage);
 
   rotate_queries(arg, row, head, kv_head, scratch, rotated);
+  SharedQuery* shared = reinterpret_cast<SharedQuery*>(rotated + QUERY_HEADS * HEAD_DIM);
+#pragma unroll
+  for (int h = 0; h < QUERY_HEADS; ++h) {
+    prepare_query(arg, rotated + h * HEAD_DIM, kv_head, warp, lane, shared[h]);
+  }
+  sync_block();
   Query query[QUERY_HEADS];
 #pragma unroll
-  for (int h = 0; h < QUERY_HEADS; ++h) prepare_query(arg, rotated + h * HEAD_DIM, kv_head, lane, query[h]);
+  for (int h = 0; h < QUERY_HEADS; ++h) load_query(arg, shared[h], lane, query[h]);
 
   const ReadPlaces places(lane / 4, lane % 4);
   Running run[QUERY_HEADS];
@@ -259,87 +299,118 @@ __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) decode_attention_kerne
     add_values(tile, places, scores, lane, run);
     stage = stage == STAGES - 1 ? 0 : stage + 1;
   }
+  prefetch_finish(arg, row, kv_head);
   write_split(arg, run, scratch, row, head, split);
 }
 
 // ---------------------------------------------------------------- splits and the current token
 
-// Weight of each split and of the current token in one row, and the weighted sum of the splits in rotated space.
-__device__ void merge_row(const Arguments& arg, int row, int head, int kv_head, int lane, float* past, float* current) {
-  const uint16_t* q = arg.q + row * arg.q_stride + head * arg.q_head_stride;
-  const uint16_t* k = arg.k + row * arg.k_stride + kv_head * arg.k_head_stride;
+// Score of the current token, in log2.
+__device__ __forceinline__ float own_score(const Arguments& arg, int row, int head, int kv_head, int lane) {
+  const uint16_t* q = arg.q + row * arg.q_stride + head * arg.q_head_stride + lane;
+  const uint16_t* k = arg.k + row * arg.k_stride + kv_head * arg.k_head_stride + lane;
   float dot = 0.0f;
-  for (int i = lane; i < HEAD_DIM; i += LANES) dot += bf16_to_float(q[i]) * bf16_to_float(k[i]);
-  const float own = sum_over_warp(dot) * static_cast<float>(arg.scale * 1.4426950408889634);
-
-  const int splits = static_cast<int>(arg.splits);
-  const int64_t place = (row * arg.query_heads + head) * arg.splits;
-  float maximum = own;
-  for (int s = 0; s < splits; ++s) maximum = fmaxf(maximum, arg.lse[place + s]);
-  float total = exp2f(own - maximum), sums[HEAD_DIM / LANES] = {};
-  *current = total;
-  for (int s = 0; s < splits; ++s) {
-    const float share = exp2f(arg.lse[place + s] - maximum);
-    total += share;
 #pragma unroll
-    for (int i = 0; i < HEAD_DIM / LANES; ++i) {  // an empty split was not written
-      if (share > 0.0f) sums[i] += share * arg.partial[(place + s) * HEAD_DIM + i * LANES + lane];
-    }
-  }
-  *current /= total;
-#pragma unroll
-  for (int i = 0; i < HEAD_DIM / LANES; ++i) past[i * LANES + lane] = sums[i] / total;
+  for (int i = 0; i < HEAD_DIM; i += LANES) dot += bf16_to_float(q[i]) * bf16_to_float(k[i]);
+  return sum_over_warp(dot) * static_cast<float>(arg.scale * 1.4426950408889634);
 }
 
-__device__ __forceinline__ void write_channel(const Arguments& arg, int row, int head, int kv_head, int channel,
-                                              float past, float current) {
-  const float own = bf16_to_float(arg.v[row * arg.v_stride + kv_head * arg.v_head_stride + channel]);
+// The weighted sum of the splits of one query head into `past` [D], in rotated space; returns the current token's weight.
+__device__ float merge_splits(const Arguments& arg, int row, int head, int kv_head, float* past) {
+  const int lane = threadIdx.x % LANES, splits = static_cast<int>(arg.splits);
+  const int64_t place = (row * arg.query_heads + head) * arg.splits;
+  float maximum = -INFINITY;
+  for (int s = lane; s < splits; s += LANES) maximum = fmaxf(maximum, load_past_cache(arg.lse + place + s));
+  const float own = own_score(arg, row, head, kv_head, lane);
+  maximum = fmaxf(max_over_warp(maximum), own);
+  float total = exp2f(own - maximum), sums[CHANNELS_A_THREAD] = {};
+  const float current = total;
+  for (int first = 0; first < splits; first += LANES) {
+    float share = 0.0f;
+    if (first + lane < splits) share = exp2f(load_past_cache(arg.lse + place + first + lane) - maximum);
+    total += sum_over_warp(share);
+#pragma unroll 8
+    for (int s = 0; s < smaller(LANES, splits - first); ++s) {
+      const float weight = from_lane(share, s);
+      const float* values = arg.partial + (place + first + s) * HEAD_DIM;
+#pragma unroll
+      for (int i = 0; i < CHANNELS_A_THREAD; ++i) {
+        const int channel = i * THREADS + threadIdx.x;
+        const float value = channel < HEAD_DIM ? load_past_cache(values + channel) : 0.0f;
+        sums[i] += weight > 0.0f ? weight * value : 0.0f;  // an empty split was not written
+      }
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < CHANNELS_A_THREAD; ++i) {
+    const int channel = i * THREADS + threadIdx.x;
+    if (channel < HEAD_DIM) past[channel] = sums[i] / total;
+  }
+  return current / total;
+}
+
+__device__ __forceinline__ void write_channel(const Arguments& arg, int row, int head, int channel, float value) {
   const int64_t place = row * arg.out_stride + head * arg.out_head_stride + channel;
-  const float value = past + current * own;
   if (arg.out_is_float) static_cast<float*>(arg.out)[place] = value;
   else static_cast<uint16_t*>(arg.out)[place] = float_to_bf16(value);
 }
 
-// out = (past sum) U_V^T + the current token's share, for MERGE_ROWS sequences of one query head.
-__global__ void __launch_bounds__(THREADS) merge_splits_kernel(const Arguments arg) {
-  const int thread = threadIdx.x, warp = thread / LANES, lane = thread % LANES;
-  const int head = blockIdx.x, kv_head = head / static_cast<int>(arg.query_heads / arg.kv_heads);
-  const int first = blockIdx.y * MERGE_ROWS, rows = smaller(MERGE_ROWS, static_cast<int>(arg.batch) - first);
-  float* past = reinterpret_cast<float*>(shared_memory());  // [MERGE_ROWS, D], then [MERGE_ROWS]
-  float* current = past + MERGE_ROWS * HEAD_DIM;
-  for (int r = warp; r < MERGE_ROWS; r += WARPS) {
-    if (r < rows) {
-      float share;
-      merge_row(arg, first + r, head, kv_head, lane, past + r * HEAD_DIM, &share);
-      if (lane == 0) current[r] = share;
-    } else {
-      for (int i = lane; i < HEAD_DIM; i += LANES) past[r * HEAD_DIM + i] = 0.0f;
-    }
+// out = (past sum) U_V^T + the current token's share. Four lanes share a channel of the output, a row of the matrix.
+__device__ void finish(const Arguments& arg, int row, int head, int kv_head, float* past) {
+  const int warp = threadIdx.x / LANES, g = threadIdx.x % LANES / 4, t = threadIdx.x % 4;
+  float current[QUERY_HEADS];
+#pragma unroll
+  for (int h = 0; h < QUERY_HEADS; ++h) {
+    current[h] = merge_splits(arg, row, head + h, kv_head, past + h * HEAD_DIM);
   }
   sync_block();
-  if (arg.v_matrix == nullptr) {
-    for (int i = thread; i < rows * HEAD_DIM; i += THREADS) {
-      write_channel(arg, first + i / HEAD_DIM, head, kv_head, i % HEAD_DIM, past[i], current[i / HEAD_DIM]);
-    }
-    return;
-  }
-  const __half* matrix = arg.v_matrix + kv_head * arg.v_matrix_stride;
-  for (int channel = warp; channel < HEAD_DIM; channel += WARPS) {
-    float sums[MERGE_ROWS] = {};
+  const __half* matrix = arg.v_matrix == nullptr ? nullptr : arg.v_matrix + kv_head * arg.v_matrix_stride;
+#pragma unroll PASSES_AT_ONCE
+  for (int first = 0; first < HEAD_DIM; first += 8 * WARPS) {
+    const int channel = first + warp * 8 + g;
+    if (HEAD_DIM % (8 * WARPS) && channel >= HEAD_DIM) break;
+    float sums[QUERY_HEADS] = {};
+    if (matrix != nullptr) {
 #pragma unroll
-    for (int j = 2 * lane; j < HEAD_DIM; j += 2 * LANES) {
-      const uint32_t two = *reinterpret_cast<const uint32_t*>(matrix + channel * HEAD_DIM + j);
+      for (int j = 8 * t; j < HEAD_DIM; j += 32) {
+        const uint4 eight = *reinterpret_cast<const uint4*>(matrix + channel * HEAD_DIM + j);
+        const uint32_t words[4] = {eight.x, eight.y, eight.z, eight.w};
 #pragma unroll
-      for (int r = 0; r < MERGE_ROWS; ++r) {
-        sums[r] += past[r * HEAD_DIM + j] * low_half(two) + past[r * HEAD_DIM + j + 1] * high_half(two);
+        for (int h = 0; h < QUERY_HEADS; ++h) {
+#pragma unroll
+          for (int i = 0; i < 4; ++i) {
+            const float* two = past + h * HEAD_DIM + j + 2 * i;
+            sums[h] += two[0] * low_half(words[i]) + two[1] * high_half(words[i]);
+          }
+        }
       }
     }
+    const float own = bf16_to_float(arg.v[row * arg.v_stride + kv_head * arg.v_head_stride + channel]);
 #pragma unroll
-    for (int r = 0; r < MERGE_ROWS; ++r) {
-      const float value = sum_over_warp(sums[r]);
-      if (lane == r && r < rows) write_channel(arg, first + r, head, kv_head, channel, value, current[r]);
+    for (int h = 0; h < QUERY_HEADS; ++h) {
+      float value = sums[h];
+      value += from_neighbour(value, 1);
+      value += from_neighbour(value, 2);
+      if (matrix == nullptr) value = past[h * HEAD_DIM + channel];
+      if (t == 0) write_channel(arg, row, head + h, channel, value + current[h] * own);
     }
   }
+}
+
+// Attention of QUERY_HEADS query heads over one split of a sequence's past; the last block of a sequence merges them.
+__global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) decode_attention_kernel(const Arguments arg) {
+  const int sets = static_cast<int>(arg.query_heads / arg.kv_heads) / QUERY_HEADS;
+  const int split = blockIdx.x / sets, kv_head = blockIdx.y, row = blockIdx.z, splits = static_cast<int>(arg.splits);
+  const int head = (kv_head * sets + blockIdx.x % sets) * QUERY_HEADS;
+  const int length = arg.lengths[row], tiles = ceil_div(length, TILE_TOKENS), per_split = ceil_div(tiles, splits);
+  const int begin = split * per_split, end = smaller(begin + per_split, tiles);
+  float* scratch = reinterpret_cast<float*>(shared_memory() + WARPS * STAGES * STAGE_BYTES);
+  if (begin < end) {
+    attend_split(arg, row, head, kv_head, split, begin, end, length, scratch);
+  } else if (threadIdx.x < QUERY_HEADS) {
+    arg.lse[(row * arg.query_heads + head + threadIdx.x) * arg.splits + split] = -INFINITY;
+  }
+  if (last_to_arrive(arg.arrived + row * arg.query_heads + head, splits)) finish(arg, row, head, kv_head, scratch);
 }
 
 extern "C" {
@@ -347,20 +418,12 @@ extern "C" {
 // Sizes that a caller checks its mirror of Arguments against.
 int decode_attention_arguments_bytes() { return sizeof(Arguments); }
 
-// Blocks of the first kernel that fit on a multiprocessor: what the number of splits is chosen by.
-int decode_attention_blocks_per_sm() { return BLOCKS_PER_SM; }
-
-// Both kernels, on a stream; returns a cudaError_t.
+// The kernel, on a stream; returns a cudaError_t.
 int decode_attention(const Arguments* arguments, void* stream) {
   const Arguments& arg = *arguments;
   const int sets = static_cast<int>(arg.query_heads / arg.kv_heads) / QUERY_HEADS;
   const dim3 grid(static_cast<unsigned>(arg.splits * sets), static_cast<unsigned>(arg.kv_heads),
                   static_cast<unsigned>(arg.batch));
-  const int status = launch(decode_attention_kernel, grid, THREADS, SHARED_BYTES, stream, arg);
-  if (status != 0) return status;
-  const dim3 merge_grid(static_cast<unsigned>(arg.query_heads),
-                        static_cast<unsigned>(ceil_div(static_cast<int>(arg.batch), MERGE_ROWS)));
-  const int merge_bytes = MERGE_ROWS * (HEAD_DIM + 1) * 4;
-  return launch(merge_splits_kernel, merge_grid, THREADS, merge_bytes, stream, arg);
+  return launch(decode_attention_kernel, grid, THREADS, SHARED_BYTES, stream, arg);
 }
 }

@@ -2,7 +2,7 @@
 // lie in shared memory: compile-time arithmetic only. See decode_attention.cu for what it is for.
 #pragma once
 
-#include "primitives.cuh"
+#include "common.cuh"
 
 // A variant of the kernel is chosen by these macros; the defaults are Ouro-1.4B's residual loop at INT2/4 g=32.
 #ifndef HEAD_DIM
@@ -35,9 +35,6 @@
 
 constexpr int TILE_TOKENS = 16;  // tokens of one matrix product
 constexpr int SUBTILES = PAGE_TOKENS / TILE_TOKENS;
-
-constexpr __host__ __device__ int smaller(int a, int b) { return a < b ? a : b; }
-constexpr __host__ __device__ int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
 constexpr __host__ __device__ int bits_of(int kind) { return kind == 0 ? FIRST_BITS : OTHER_BITS; }
 constexpr __host__ __device__ int group_of(int kind) { return kind == 0 ? FIRST_GROUP : OTHER_GROUP; }

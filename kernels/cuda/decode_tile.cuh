@@ -3,7 +3,12 @@
 
 #include "decode_layout.cuh"
 
-constexpr int WARPS = 4, LANES = 32, THREADS = WARPS * LANES;
+#ifndef BLOCK_WARPS  // at most
+#define BLOCK_WARPS 8
+#endif
+constexpr int ACCUMULATORS = QUERY_HEADS * PAIRS * ROW_TILES * 4;
+constexpr int WARPS_PER_SM = ACCUMULATORS <= 32 ? 16 : 8;
+constexpr int WARPS = smaller(BLOCK_WARPS, WARPS_PER_SM), THREADS = WARPS * LANES;
 
 // f16 holds p * 2^P_EXPONENT, so that small p keep their bits. The running maximum moves only when it is exceeded by
 // more than SLACK (in log2), so p 2^P_EXPONENT <= 2^6; times an e4m3 scale it stays below the largest f16.
@@ -25,26 +30,13 @@ struct Arguments {
   int64_t mean_stride;
   float* partial;  // [B, Hq, splits, D]
   float* lse;      // [B, Hq, splits], log2
+  uint32_t* arrived;  // [B, Hq], splits that are done; zero before and after every launch
   void* out;       // [B, Hq, D], bf16 or f32
   int64_t out_stride, out_head_stride, out_is_float;
   int64_t batch, query_heads, kv_heads, splits;
   int64_t k_planes[4], v_planes[4];  // offset of each kind's planes within a head's part of a page
   double scale;
 };
-
-template <int I>
-struct Index {
-  constexpr __host__ __device__ operator int() const { return I; }
-};
-
-// body(0), body(1), ... body(N - 1), each with its index as a constant.
-template <int N, int I = 0, typename F>
-__device__ __forceinline__ void static_for(F&& body) {
-  if constexpr (I < N) {
-    body(Index<I>{});
-    static_for<N, I + 1>(body);
-  }
-}
 
 // ---------------------------------------------------------------- from global to shared memory
 
@@ -336,7 +328,7 @@ __device__ __forceinline__ void score_tile(const uint8_t* stage, const ReadPlace
     for (int h = 0; h < QUERY_HEADS; ++h) sums[h][0] = sums[h][1] = query[h].mean[pair];
     static_for<COLUMN_TILES>([&](auto index) {
       constexpr int tile = index;
-      float products[2][QUERY_HEADS][4] = {};
+      float products[2][QUERY_HEADS][4] = {}, others[2][QUERY_HEADS][4] = {};  // two sums: half the latency
       static_for<two ? 2 : 1>([&](auto index) {
         constexpr int which = index;
         constexpr int source = 2 * pair + which, bits = bits_of(source);
@@ -354,7 +346,7 @@ __device__ __forceinline__ void score_tile(const uint8_t* stage, const ReadPlace
                   pick_codes<bits>(even[w1], k_pick(bits, p + 1)), pick_codes<bits>(odd[w1], k_pick(bits, p + 1))};
 #pragma unroll
               for (int h = 0; h < QUERY_HEADS; ++h) {
-                mma(products[which][h], a, query[h].b[pair][p], query[h].b[pair][p + 1]);
+                mma(step % 2 ? others[which][h] : products[which][h], a, query[h].b[pair][p], query[h].b[pair][p + 1]);
               }
             });
           }
@@ -376,7 +368,8 @@ __device__ __forceinline__ void score_tile(const uint8_t* stage, const ReadPlace
 #pragma unroll
           for (int c = 0; c < 2; ++c) {
             const int i = 2 * token + c;
-            const float product = two && 2 * t / SLOTS == 1 ? products[1][h][i] : products[0][h][i];
+            const float first = products[0][h][i] + others[0][h][i], second = products[1][h][i] + others[1][h][i];
+            const float product = two && 2 * t / SLOTS == 1 ? second : first;
             sums[h][token] = fmaf(scale[token][c], product, sums[h][token]);
             sums[h][token] = fmaf(offset[token][c], query[h].sum[pair][tile][c], sums[h][token]);
           }

@@ -35,6 +35,11 @@ __device__ __forceinline__ void copy_async(uint8_t* target, const uint8_t* sourc
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(address), "l"(source) : "memory");
 }
 
+// Bring the line of an address to the second-level cache.
+__device__ __forceinline__ void prefetch(const void* address) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
+}
+
 __device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
 // Wait until all but the last N groups of this thread's copies have landed.
@@ -46,6 +51,24 @@ __device__ __forceinline__ void wait_for_copies() {
 __device__ __forceinline__ void sync_warp() { __syncwarp(); }
 __device__ __forceinline__ void sync_block() { __syncthreads(); }
 __device__ __forceinline__ bool any_lane(bool value) { return __any_sync(ALL_LANES, value); }
+
+// Whether this is the last of `parties` blocks to come here; it then sees what the others have written before. The
+// counter is zero again afterwards.
+__device__ __forceinline__ bool last_to_arrive(uint32_t* counter, int parties) {
+  if (parties == 1) {
+    __syncthreads();
+    return true;
+  }
+  __threadfence();
+  __syncthreads();
+  const bool last = threadIdx.x == 0 && atomicInc(counter, parties - 1) == parties - 1;
+  const bool anyone = __syncthreads_or(last);
+  __threadfence();
+  return anyone;
+}
+
+// Read what another block has written: past the first-level cache.
+__device__ __forceinline__ float load_past_cache(const float* source) { return __ldcg(source); }
 
 template <typename T>
 __device__ __forceinline__ T from_lane(T value, int lane) {
@@ -64,6 +87,16 @@ __device__ __forceinline__ int pin(int value) { return __shfl_sync(ALL_LANES, va
 // Byte i of the result is byte (selector >> 4i) & 7 of {low, high}.
 __device__ __forceinline__ uint32_t permute_bytes(uint32_t low, uint32_t high, uint32_t selector) {
   return __byte_perm(low, high, selector);
+}
+
+// The larger of each of two pairs of 16-bit numbers.
+__device__ __forceinline__ uint32_t max_of_halves(uint32_t a, uint32_t b) { return __vmaxu2(a, b); }
+
+// f32 to e4m3, to nearest even, at most +-448; the first in the low byte.
+__device__ __forceinline__ uint32_t float_pair_to_fp8(float low, float high) {
+  uint16_t pair;
+  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(high), "f"(low));
+  return pair;
 }
 
 // Two e4m3 numbers, in the low 16 bits, as f16 pair.
@@ -105,6 +138,10 @@ __device__ __forceinline__ float exp2_fast(float x) {
 __device__ __forceinline__ float bf16_to_float(uint16_t bits) { return __uint_as_float(static_cast<uint32_t>(bits) << 16); }
 __device__ __forceinline__ uint16_t float_to_bf16(float x) { return __bfloat16_as_ushort(__float2bfloat16_rn(x)); }
 __device__ __forceinline__ float bits_to_float(uint32_t bits) { return __uint_as_float(bits); }
+__device__ __forceinline__ uint32_t float_to_bits(float x) { return __float_as_uint(x); }
+__device__ __forceinline__ float square_root(float x) { return __fsqrt_rn(x); }
+
+__device__ __forceinline__ void add_atomically(int32_t* target, int value) { atomicAdd(target, value); }
 
 // Launch with dynamic shared memory of any size that the device has; returns a cudaError_t.
 template <typename Arguments>

@@ -19,21 +19,38 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from typing import ClassVar
 
 from residualquant.config import PRESETS, preset
 from residualquant.errors import ResidualQuantError
 from residualquant.layout import PageLayout, loops_read
 from residualquant.repro.paths import kernels_dir, show
+from residualquant.residual import coding_steps
 
 FLAGS = ("-std=c++17", "-O3", "--shared", "-Xcompiler", "-fPIC", "-Xptxas", "-v")
 HEAD_DIMS = (64, 96, 128, 256)
 CODE_BITS = (2, 4)
 MOST_KINDS = 4
+WRITER_HEAD_DIMS = (64, 96, 128)
+WRITER_GROUPS = (16, 32, 64, 128)
+MOST_LOOPS = 16
+
+
+class Compiled:
+    """Compile-time choices of one CUDA source; the macro of a field is its name in capitals."""
+
+    SOURCE: ClassVar[str]
+    FLAGS: ClassVar[tuple[str, ...]] = ()
+
+    @property
+    def macros(self) -> list[str]:
+        """Definitions for the compiler."""
+        return [f"-D{name.upper()}={value}" for name, value in dataclasses.asdict(self).items()]
 
 
 @dataclass(frozen=True)
-class Variant:
-    """Compile-time choices of decode_attention.cu; the macro of a field is its name in capitals.
+class Variant(Compiled):
+    """Compile-time choices of decode_attention.cu.
 
     Attributes:
         head_dim: channels per head (D).
@@ -45,6 +62,8 @@ class Variant:
         query_heads: query heads per KV head that one block serves.
     """
 
+    SOURCE = "decode_attention.cu"
+
     head_dim: int
     page_tokens: int
     kinds: int
@@ -55,10 +74,27 @@ class Variant:
     has_alpha: int
     query_heads: int
 
-    @property
-    def macros(self) -> list[str]:
-        """Definitions for the compiler."""
-        return [f"-D{name.upper()}={value}" for name, value in dataclasses.asdict(self).items()]
+
+@dataclass(frozen=True)
+class WriterVariant(Compiled):
+    """Compile-time choices of pack_kv.cu.
+
+    Attributes:
+        head_dim: channels per head (D).
+        first_bits, first_group: precision of the loop that is coded first.
+        other_bits, other_group: the other precision that occurs, or the same.
+        rotated: whether there are rotations.
+    """
+
+    SOURCE = "pack_kv.cu"
+    FLAGS = ("-fmad=false",)  # a fused multiply-add would round otherwise than the codec
+
+    head_dim: int
+    first_bits: int
+    first_group: int
+    other_bits: int
+    other_group: int
+    rotated: int
 
 
 def variant_for(layout: PageLayout, loop: int, queries_per_head: int = 1) -> Variant | str:
@@ -103,11 +139,38 @@ def paper_variants() -> list[Variant]:
     return list(found)
 
 
-def sources() -> list[Path]:
-    """decode_attention.cu and the headers beside it: in the checkout, or inside an installed package."""
+def writer_variant_for(layout: PageLayout) -> WriterVariant | str:
+    """The variant that writes pages of ``layout``, or why there is none."""
+    cfg = layout.config
+    precisions = list(dict.fromkeys((step.bits, step.group_size) for step in coding_steps(cfg)))
+    if layout.head_dim not in WRITER_HEAD_DIMS:
+        return f"head_dim must be one of {', '.join(map(str, WRITER_HEAD_DIMS))}, got {layout.head_dim}"
+    if any(bits not in CODE_BITS for bits in cfg.bits):
+        return f"bits must be 2 or 4, got {cfg.bits}"
+    if any(group not in WRITER_GROUPS for _, group in precisions):
+        return f"groups must have {', '.join(map(str, WRITER_GROUPS))} channels, got {cfg.group_sizes}"
+    if len(precisions) > 2 or cfg.loops > MOST_LOOPS:
+        return f"at most 2 precisions and {MOST_LOOPS} loops can be written, got {cfg.bits}"
+    return WriterVariant(layout.head_dim, *precisions[0], *precisions[-1], int(cfg.rotation != "none"))
+
+
+def paper_writer_variants() -> list[WriterVariant]:
+    """Every variant of the writer that the paper's configurations need, for Ouro (D = 128) and Huginn (D = 96)."""
+    layouts = [
+        PageLayout(preset(label, reference=reference, rotation=rotation), head_dim)
+        for head_dim in (128, 96)
+        for label in PRESETS
+        for reference in ("last", "direct", "next")
+        for rotation in ("optr_h", "none")
+    ]
+    return [found for found in dict.fromkeys(map(writer_variant_for, layouts)) if isinstance(found, WriterVariant)]
+
+
+def sources(name: str) -> list[Path]:
+    """A CUDA source and the headers beside it: in the checkout, or inside an installed package."""
     here = Path(__file__).resolve().parent
     folder = next(folder for folder in (here / "cuda", here.parent / "cuda") if folder.is_dir())
-    return [folder / "decode_attention.cu", *sorted(folder.glob("*.cuh"))]
+    return [folder / name, *sorted(folder.glob("*.cuh"))]
 
 
 @lru_cache(maxsize=1)
@@ -119,13 +182,13 @@ def compiler() -> str | None:
     return None
 
 
-def library_path(variant: Variant, architecture: str) -> Path:
+def library_path(variant: Compiled, architecture: str) -> Path:
     """Where the library of ``variant`` for ``architecture`` ("sm_90") is kept."""
     digest = hashlib.sha256(_compiler_version().encode())
-    for source in sources():
+    for source in sources(variant.SOURCE):
         digest.update(source.read_bytes())
-    digest.update(repr((variant.macros, architecture, FLAGS)).encode())
-    return kernels_dir() / f"decode_{architecture}_{digest.hexdigest()[:16]}.so"
+    digest.update(repr((variant.macros, architecture, FLAGS, variant.FLAGS)).encode())
+    return kernels_dir() / f"{Path(variant.SOURCE).stem}_{architecture}_{digest.hexdigest()[:16]}.so"
 
 
 @lru_cache(maxsize=1)
@@ -133,7 +196,7 @@ def _compiler_version() -> str:
     return subprocess.run([compiler(), "--version"], capture_output=True, text=True, check=True).stdout
 
 
-def compile_variant(variant: Variant, architecture: str, target: Path) -> str:
+def compile_variant(variant: Compiled, architecture: str, target: Path) -> str:
     """Compile ``variant`` into ``target``; returns what the assembler says about registers and shared memory.
 
     Raises:
@@ -143,7 +206,9 @@ def compile_variant(variant: Variant, architecture: str, target: Path) -> str:
         raise ResidualQuantError("there is no nvcc on the PATH, in $CUDA_HOME/bin or in /usr/local/cuda/bin")
     target.parent.mkdir(parents=True, exist_ok=True)
     unfinished = target.with_suffix(f".{os.getpid()}.tmp")
-    command = [compiler(), f"-arch={architecture}", *FLAGS, *variant.macros, "-o", str(unfinished), str(sources()[0])]
+    flags = (*FLAGS, *variant.FLAGS, *variant.macros)
+    source = sources(variant.SOURCE)[0]
+    command = [compiler(), f"-arch={architecture}", *flags, "-o", str(unfinished), str(source)]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         raise ResidualQuantError(f"{' '.join(command)} failed:\n{done.stderr}")
@@ -152,7 +217,7 @@ def compile_variant(variant: Variant, architecture: str, target: Path) -> str:
 
 
 @lru_cache(maxsize=256)
-def load_variant(variant: Variant, architecture: str) -> ctypes.CDLL | str:
+def load_variant(variant: Compiled, architecture: str) -> ctypes.CDLL | str:
     """The library of ``variant``, compiled if need be, or why there is none."""
     if compiler() is None:
         return "no nvcc to compile the CUDA kernels with"
@@ -170,19 +235,21 @@ def main(architectures: list[str]) -> None:
         if not torch.cuda.is_available():
             raise ResidualQuantError("no GPU here: name the architectures, as in `make kernels ARCH=sm_90`")
         architectures = ["sm_{}{}".format(*torch.cuda.get_device_capability())]
-    jobs = [(variant, architecture) for architecture in architectures for variant in paper_variants()]
+    variants = [*paper_variants(), *paper_writer_variants()]
+    jobs = [(variant, architecture) for architecture in architectures for variant in variants]
 
-    def build(job: tuple[Variant, str]) -> str:
+    def build(job: tuple[Compiled, str]) -> str:
         path, begun = library_path(*job), time.perf_counter()
         if path.exists():
             return "up to date"
         log = compile_variant(*job, path)
-        usage = next(line for line in log[log.index("decode_attention_kernel") :].splitlines() if "Used" in line)
+        kernel = log.index(f"{Path(job[0].SOURCE).stem}_kernel")
+        usage = next(line for line in log[kernel:].splitlines() if "Used" in line)
         return f"{usage.split(':')[-1].split(',')[0].strip()}, {time.perf_counter() - begun:.0f} s"
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         for (variant, architecture), outcome in zip(jobs, pool.map(build, jobs)):
-            print(f"{architecture} {' '.join(f'{k}={v}' for k, v in dataclasses.asdict(variant).items())}: {outcome}")
+            print(f"{architecture} {variant}: {outcome}")
     print(f"{len(jobs)} variants in {show(kernels_dir())}")
 
 

@@ -38,7 +38,7 @@ from residualquant.pages import read_pages
 
 LEAST_SPLIT = 256  # tokens: what a split must have at least to be worth its start
 SPLIT_OVERHEAD = 192  # tokens that could be read in the time a split takes to start and end
-BLOCKS_PER_SM = 4  # thread blocks of the CUDA kernel that run on a multiprocessor at a time
+BLOCKS_PER_PROCESSOR = 1  # thread blocks that a multiprocessor needs to be busy
 MOST_SPLITS = 128
 LOG2_E = math.log2(math.e)
 
@@ -75,10 +75,12 @@ class Workspace:
     Attributes:
         partial: [B, Hq, splits, D] fp32, normalised values of each split of the past, rotated space.
         lse: [B, Hq, splits] fp32, log2 of each split's weight; -inf where a split is empty.
+        arrived: [B, Hq] int32, zero between launches: how many splits are done, so that the last one merges them.
     """
 
     partial: Tensor
     lse: Tensor
+    arrived: Tensor
 
 
 def workspace(
@@ -90,7 +92,7 @@ def workspace(
     device: torch.device | str,
     splits: int | None = None,
 ) -> Workspace:
-    """Scratch for up to ``batch`` sequences of up to ``max_tokens`` past tokens; all layers and loops can share it.
+    """Scratch for up to ``batch`` sequences of up to ``max_tokens`` past tokens, for all layers and loops of a stream.
 
     Args:
         batch, query_heads, kv_heads, head_dim: B, Hq, H, D.
@@ -101,9 +103,10 @@ def workspace(
     if splits is None:
         cuda = torch.device(device).type == "cuda"
         processors = torch.cuda.get_device_properties(device).multi_processor_count if cuda else 1
-        splits = choose_splits(batch * kv_heads, max_tokens, processors * BLOCKS_PER_SM)
+        splits = choose_splits(batch * kv_heads, max_tokens, processors * BLOCKS_PER_PROCESSOR)
     partial = torch.empty(batch, query_heads, splits, head_dim, dtype=torch.float32, device=device)
-    return Workspace(partial, torch.empty(partial.shape[:3], dtype=torch.float32, device=device))
+    lse = torch.empty(partial.shape[:3], dtype=torch.float32, device=device)
+    return Workspace(partial, lse, torch.zeros(partial.shape[:2], dtype=torch.int32, device=device))
 
 
 def choose_splits(rows: int, max_tokens: int, slots: int) -> int:
@@ -112,7 +115,7 @@ def choose_splits(rows: int, max_tokens: int, slots: int) -> int:
     Args:
         rows: pasts to go through, sequences times KV heads.
         max_tokens: of each.
-        slots: thread blocks that the device runs at a time.
+        slots: thread blocks that keep the device busy.
     """
     most = max(1, min(MOST_SPLITS, max_tokens // LEAST_SPLIT))
     return min(range(1, most + 1), key=lambda s: -(-rows * s // slots) * (max_tokens / s + SPLIT_OVERHEAD))
@@ -263,7 +266,7 @@ class Arguments(ctypes.Structure):
         + [(name, ctypes.c_void_p) for name in ("k_matrix", "v_matrix")]
         + [(name, ctypes.c_int64) for name in ("k_matrix_stride", "v_matrix_stride")]
         + [("means", ctypes.c_void_p * MOST_KINDS), ("mean_stride", ctypes.c_int64)]
-        + [(name, ctypes.c_void_p) for name in ("partial", "lse", "out")]
+        + [(name, ctypes.c_void_p) for name in ("partial", "lse", "arrived", "out")]
         + [(name, ctypes.c_int64) for name in ("out_stride", "out_head_stride", "out_is_float")]
         + [(name, ctypes.c_int64) for name in ("batch", "query_heads", "kv_heads", "splits")]
         + [(name, ctypes.c_int64 * MOST_KINDS) for name in ("k_planes", "v_planes")]
@@ -297,6 +300,7 @@ def fill_arguments(
         mean_stride=layout.head_dim,
         partial=scratch.partial.data_ptr(),
         lse=scratch.lse.data_ptr(),
+        arrived=scratch.arrived.data_ptr(),
         out=out.data_ptr(),
         out_stride=out.stride(0),
         out_head_stride=out.stride(1),
@@ -312,7 +316,7 @@ def fill_arguments(
 
 
 def launch(library: ctypes.CDLL, arguments: Arguments, stream: int) -> None:
-    """Start both kernels of ``library`` on ``stream``.
+    """Start the kernel of ``library`` on ``stream``.
 
     Raises:
         ResidualQuantError: the library has other arguments, or CUDA refuses; the message holds its error code.

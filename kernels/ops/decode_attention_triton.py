@@ -21,35 +21,44 @@ TILE = 16  # tokens at a time
 @triton.jit
 def _rebuild(page, t, used, channel, PLANES: tl.constexpr, D: tl.constexpr, KV: tl.constexpr, means, head):
     """Zhat [T, D] of the tokens ``t`` of their pages: alpha Zhat_p + offset + scale c + mu along the chain."""
-    inside = used[:, None] & (channel < D)[None, :]
     value = tl.zeros([page.shape[0], channel.shape[0]], tl.float32)
     for i in tl.static_range(len(PLANES)):
-        BITS: tl.constexpr = PLANES[i][0]
-        GROUP: tl.constexpr = PLANES[i][1]
-        CODES: tl.constexpr = PLANES[i][2 + 3 * KV]
-        METADATA: tl.constexpr = PLANES[i][3 + 3 * KV]
-        ALPHA: tl.constexpr = PLANES[i][4 + 3 * KV]
-        if ALPHA >= 0:
-            pointer = page + ALPHA + 2 * t
-            low = tl.load(pointer, mask=used, other=0).to(tl.int32)
-            high = tl.load(pointer + 1, mask=used, other=0).to(tl.int32)
-            value *= ((low << 16) | (high << 24)).to(tl.float32, bitcast=True)[:, None]
-        if BITS > 0:
-            ROW: tl.constexpr = BITS * D // 8
-            byte = channel * BITS // 8
-            if KV == 1:
-                at = (t // 2 * 2 * ROW + t % 2 * 2)[:, None] + (byte // 2 * 4 + byte % 2)[None, :]
-            else:
-                at = (t * ROW)[:, None] + byte[None, :]
-            packed = tl.load(page[:, None] + CODES + at, mask=inside, other=0).to(tl.int32)
-            code = (packed >> (channel % (8 // BITS) * BITS)[None, :]) & (2**BITS - 1)
-            at = page[:, None] + METADATA + (t * (2 * D // GROUP))[:, None] + (channel // GROUP * 2)[None, :]
-            scale = e4m3_value(tl.load(at, mask=inside, other=0).to(tl.int32))
-            offset = e4m3_value(tl.load(at + 1, mask=inside, other=0).to(tl.int32))
-            value += offset + scale * code.to(tl.float32)
+        value = _add_loop(value, page, t, used, channel, PLANES, i, D, KV)
         if means is not None:
             mean = means + PLANES[i][8] + head * D + channel
             value += tl.load(mean, mask=channel < D, other=0.0)[None, :]
+    return value
+
+
+@triton.jit
+def _add_loop(
+    value, page, t, used, channel, PLANES: tl.constexpr, i: tl.constexpr, D: tl.constexpr, KV: tl.constexpr
+):  # fmt: skip
+    """alpha Zhat_p + offset + scale c of the i-th loop of PLANES, for Zhat_p in ``value``."""
+    BITS: tl.constexpr = PLANES[i][0]
+    GROUP: tl.constexpr = PLANES[i][1]
+    CODES: tl.constexpr = PLANES[i][2 + 3 * KV]
+    METADATA: tl.constexpr = PLANES[i][3 + 3 * KV]
+    ALPHA: tl.constexpr = PLANES[i][4 + 3 * KV]
+    if ALPHA >= 0:
+        pointer = page + ALPHA + 2 * t
+        low = tl.load(pointer, mask=used, other=0).to(tl.int32)
+        high = tl.load(pointer + 1, mask=used, other=0).to(tl.int32)
+        value *= ((low << 16) | (high << 24)).to(tl.float32, bitcast=True)[:, None]
+    if BITS > 0:
+        ROW: tl.constexpr = BITS * D // 8
+        inside = used[:, None] & (channel < D)[None, :]
+        byte = channel * BITS // 8
+        if KV == 1:
+            at = (t // 2 * 2 * ROW + t % 2 * 2)[:, None] + (byte // 2 * 4 + byte % 2)[None, :]
+        else:
+            at = (t * ROW)[:, None] + byte[None, :]
+        packed = tl.load(page[:, None] + CODES + at, mask=inside, other=0).to(tl.int32)
+        code = (packed >> (channel % (8 // BITS) * BITS)[None, :]) & (2**BITS - 1)
+        at = page[:, None] + METADATA + (t * (2 * D // GROUP))[:, None] + (channel // GROUP * 2)[None, :]
+        scale = e4m3_value(tl.load(at, mask=inside, other=0).to(tl.int32))
+        offset = e4m3_value(tl.load(at + 1, mask=inside, other=0).to(tl.int32))
+        value += offset + scale * code.to(tl.float32)
     return value
 
 

@@ -1,5 +1,8 @@
 """The writer: new tokens of one layer, all loops of a group, coded and stored into pages in one launch (Sec. 3.2, 4).
 
+By kernels/cuda/pack_kv.cu where it knows the layout (bits 2 and 4, BF16 states) and there is a compiler, else by the
+Triton kernel here, which knows every layout and is several times slower with a rotation.
+
 Per token and KV head, for K and for V, with S the tokens of a page, in 16-bit words (``residualquant.layout``)::
 
     plane      words per token   word w of token t of the page
@@ -23,16 +26,17 @@ no contraction into fused multiply-adds, IEEE division, and inner products summe
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from residualquant.affine import CLIP
 from residualquant.config import KVQuantConfig
+from residualquant.kernels.pack_kv_cuda import WriterCall, choose_parts, coding_plan, head_stride, launch, library_for
 from residualquant.kernels.tuning import tuned
-from residualquant.layout import PageLayout, check_head_dim, loops_read, stored_bytes
+from residualquant.layout import PageLayout, check_head_dim, stored_bytes
 from residualquant.pages import write_pages
 from residualquant.residual import encode
 from residualquant.rotation import Rotation
@@ -79,11 +83,13 @@ def pack_kv_kernel(
     loop_stride, token_stride, head_stride, k_matrix_stride, v_matrix_stride,
     block_stride, page_head_stride, k_start, v_start,
     RUNS: tl.constexpr, LOOPS: tl.constexpr, COEFFICIENT: tl.constexpr, CHAINED: tl.constexpr, S: tl.constexpr,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_T: tl.constexpr, WARPS: tl.constexpr,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_T: tl.constexpr, WARPS: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """One block of tokens of one head, K (program axis 2 at 0) or V (1), by the RUNS of :func:`coding_runs`."""
+    """One block of tokens of one head by the RUNS of :func:`coding_runs`; program axis 2 is K or V, then the part: each
+    codes its share of the loops, and all of them the anchor, which the first stores."""
     head = tl.program_id(1).to(tl.int64)
-    is_v = tl.program_id(2)
+    is_v = tl.program_id(2) // PARTS
+    part = tl.program_id(2) % PARTS
     channel = tl.arange(0, BLOCK_D)
     token = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     slot = tl.load(slots + token, mask=token < tokens, other=-1).to(tl.int64)
@@ -91,78 +97,88 @@ def pack_kv_kernel(
     inside = stored[:, None] & (channel < D)[None, :]
     t = slot % S
     first_page = words + slot // S * block_stride + head * page_head_stride + tl.where(is_v > 0, v_start, k_start)
-    x = k
-    if is_v > 0:
-        x = v
-    x += token[:, None] * token_stride + head * head_stride + channel[None, :]
+    x = (v if is_v > 0 else k) + token[:, None] * token_stride + head * head_stride + channel[None, :]
     rotation = k_matrix
     if k_matrix is not None:
-        matrix = k_matrix + head * k_matrix_stride
-        if is_v > 0:
-            matrix = v_matrix + head * v_matrix_stride
-        rotation = _load_matrix(matrix, D, BLOCK_D, WARPS)
-
+        rotation = _load_matrix(
+            k_matrix + head * k_matrix_stride, v_matrix + head * v_matrix_stride, is_v, D, BLOCK_D, WARPS
+        )
+    ANCHORED: tl.constexpr = RUNS[len(RUNS) - 1][4]  # the first run is the anchor
     reference = tl.zeros([BLOCK_T, BLOCK_D], tl.float32)
-    following = tl.load(x + RUNS[0][0] * loop_stride, mask=inside, other=0.0)
+    upcoming = _load_loop(x, inside, 0 if ANCHORED else part, loop_stride, RUNS, 0)
     for r in tl.static_range(len(RUNS)):
+        first = 0 if ANCHORED and r == 0 else part
+        following = upcoming
+        if r + 1 < len(RUNS):
+            upcoming = _load_loop(x, inside, part, loop_stride, RUNS, r + 1)
         if RUNS[r][4] and not CHAINED:
             energy = _dot(reference, reference, D)
-        for j in range(RUNS[r][10]):
+        for step in range((RUNS[r][10] + PARTS - 1) // PARTS):
+            j = first + step * PARTS
             loop = RUNS[r][0] + j * RUNS[r][8]
             page = first_page + j * RUNS[r][9]
-            z = _take(following, rotation, sanitised, WARPS)
-            upcoming = loop + RUNS[r][8]
-            if r + 1 < len(RUNS):
-                upcoming = tl.where(j + 1 < RUNS[r][10], upcoming, RUNS[r + 1][0])
-            more = inside & ((j + 1 < RUNS[r][10]) | (r + 1 < len(RUNS)))
-            following = tl.load(x + upcoming * loop_stride, mask=more, other=0.0)
+            own = j < RUNS[r][10]
+            if ANCHORED and r == 0:
+                own = part == 0
+            mine = stored & own
+            z = _take(following, rotation, sanitised, own, WARPS)
+            following = _load_loop(x, inside, j + PARTS, loop_stride, RUNS, r)
             if rotated is not None:
-                state = (((is_v * LOOPS + loop) * tokens + token) * tl.num_programs(1) + head) * D
-                tl.store(rotated + state[:, None] + channel[None, :], z, mask=inside)
+                at = (((is_v * LOOPS + loop) * tokens + token) * tl.num_programs(1) + head) * D
+                tl.store(rotated + at[:, None] + channel[None, :], z, mask=inside & own)
             prediction = tl.zeros_like(z)
             if RUNS[r][4]:
                 if CHAINED:
                     energy = _dot(reference, reference, D)
-                prediction = _predict(page, t, stored, z, reference, energy, RUNS[r][7], COEFFICIENT, D)
-            mean = _load_mean(k_means, loop, head, is_v, D, BLOCK_D)
+                prediction = _predict(page, t, mine, z, reference, energy, RUNS[r][7], COEFFICIENT, D)
+            mean = _load_mean(k_means, loop, head, is_v, LOOPS, D, BLOCK_D)
             value = prediction
             if RUNS[r][1] > 0:
-                value = prediction + _code(page, t, stored, is_v, z - prediction - mean, RUNS, r, D)
-            if CHAINED or (r == 0 and RUNS[len(RUNS) - 1][4]):
+                value = prediction + _code(page, t, mine, is_v, z - prediction - mean, RUNS, r, D)
+            if CHAINED or (ANCHORED and r == 0):
                 reference = value + mean
 
 
 @triton.jit
-def _take(x, rotation, sanitised, WARPS: tl.constexpr):
-    """Z of fp32, fp16 or bf16 states: NaN as 0, clamped to +-65504, counted, and rotated if there is a matrix."""
+def _load_loop(x, inside, j, loop_stride, RUNS: tl.constexpr, r: tl.constexpr):
+    """States of the j-th loop of run r; 0 where there is none."""
+    loop = RUNS[r][0] + j * RUNS[r][8]
+    return tl.load(x + loop * loop_stride, mask=inside & (j < RUNS[r][10]), other=0.0)
+
+
+@triton.jit
+def _take(x, rotation, sanitised, own, WARPS: tl.constexpr):
+    """Z of fp32, fp16 or bf16 states: NaN as 0, clamped to +-65504, counted if own, and rotated by a matrix if any."""
     z = x.to(tl.float32)
     changed = tl.sum(tl.where(tl.abs(z) <= 65504.0, 0, 1))
     if changed > 0:  # hardly ever: a branch keeps the clamp out of every value's way
         z = tl.minimum(tl.maximum(tl.where(z == z, z, 0.0), -65504.0), 65504.0)
         if sanitised is not None:
-            tl.atomic_add(sanitised, changed)
+            tl.atomic_add(sanitised, changed, mask=own)
     if rotation is not None:
         z = _rotate(z, rotation, WARPS)
     return z
 
 
 @triton.jit
-def _load_mean(means, loop, head, is_v, D: tl.constexpr, W: tl.constexpr):
-    """The fixed means of a loop's keys, [1, W]; 0 for V, or without means."""
+def _load_mean(means, loop, head, is_v, LOOPS: tl.constexpr, D: tl.constexpr, W: tl.constexpr):
+    """The fixed means of a loop's keys, [1, W]; 0 for V, for a loop that there is not, or without means."""
     mean = tl.zeros([W], tl.float32)
     if means is not None:
         channel = tl.arange(0, W)
         at = means + (loop * tl.num_programs(1) + head) * D + channel
-        mean = tl.load(at, mask=(channel < D) & (is_v == 0), other=0.0)
+        mean = tl.load(at, mask=(channel < D) & (is_v == 0) & (loop < LOOPS), other=0.0)
     return mean[None, :]
 
 
 @triton.jit
-def _load_matrix(matrix, D: tl.constexpr, W: tl.constexpr, WARPS: tl.constexpr):
+def _load_matrix(matrix, matrix_of_v, is_v, D: tl.constexpr, W: tl.constexpr, WARPS: tl.constexpr):
     """[W, W] matrix of D rows and columns, its columns so ordered that each warp computes contiguous channels.
 
     A matrix instruction gives each warp every WARPS-th strip of 8 columns; :func:`_rotate` names the channels again.
     """
+    if is_v > 0:
+        matrix = matrix_of_v
     row = tl.arange(0, W)
     column = row // 8 % WARPS * (W // WARPS) + row // (8 * WARPS) * 8 + row % 8
     inside = (row < D)[:, None] & (column < D)[None, :]
@@ -373,37 +389,38 @@ def pack_kv(
     _check(pages, layout, slots, k, v, k_matrix, v_matrix, k_means, sanitised, rotated)
     if check_slots and slots.numel() and int(slots.max()) >= pages.shape[0] * layout.page_tokens:
         raise ValueError(f"slots must be below {pages.shape[0] * layout.page_tokens}, got {int(slots.max())}")
-    tokens, heads, head_dim = k.shape[1:]
-    if tokens == 0:
+    if k.shape[1] == 0:
         return
-    cfg = layout.config
-    words = pages.view(torch.int16)
-    block_t = tuned("pack_kv", pages.device)["BLOCK_T"]
+    call = WriterCall(pages, layout, slots, k, v, k_matrix, v_matrix, k_means, group, sanitised, rotated)
+    library = library_for(call)
+    if isinstance(library, str):
+        _launch_triton(call)
+    else:
+        launch(library, call, processors(pages.device), torch.cuda.current_stream(pages.device).cuda_stream)
+
+
+def _launch_triton(call: WriterCall) -> None:
+    layout, cfg, words = call.layout, call.layout.config, call.pages.view(torch.int16)
+    tokens, heads, head_dim = call.k.shape[1:]
+    options = tuned("pack_kv", words.device)
     width = triton.next_power_of_2(head_dim)
-    pack_kv_kernel[(triton.cdiv(tokens, block_t), heads, 2)](
-        words, slots, k, v, k_matrix, v_matrix, k_means, sanitised, rotated, tokens,
-        *k.stride()[:3], head_stride(k_matrix), head_stride(v_matrix),
-        *words.stride()[:2], *(layout.planes_of(kv, group)[0].offset // 2 for kv in "kv"),
+    blocks = triton.cdiv(tokens, options["BLOCK_T"])
+    parts = choose_parts(cfg, blocks * heads * 2, processors(words.device))
+    pack_kv_kernel[(blocks, heads, 2 * parts)](
+        words, call.slots, call.k, call.v, call.k_matrix, call.v_matrix, call.k_means, call.sanitised, call.rotated,
+        tokens, *call.k.stride()[:3], head_stride(call.k_matrix), head_stride(call.v_matrix),
+        *words.stride()[:2], *(layout.planes_of(kv, call.group)[0].offset // 2 for kv in "kv"),
         RUNS=coding_runs(layout), LOOPS=cfg.loops, COEFFICIENT=cfg.coefficient,
         CHAINED=cfg.reference in ("previous", "next"),
-        S=layout.page_tokens, D=head_dim, BLOCK_D=width, BLOCK_T=block_t, WARPS=width // WARP_CHANNELS,
-        num_warps=width // WARP_CHANNELS, enable_fp_fusion=False,
+        S=layout.page_tokens, D=head_dim, BLOCK_D=width, WARPS=width // WARP_CHANNELS, PARTS=parts,
+        num_warps=width // WARP_CHANNELS, enable_fp_fusion=False, **options,
     )  # fmt: skip
 
 
-def coding_plan(layout: PageLayout) -> tuple[tuple, ...]:
-    """For each loop in coding order: loop, bits, group size, clip, whether it has a reference, and the first 16-bit
-    word of its codes, metadata and alpha, counted from the first of K or of V; 0 for what a loop does not have."""
-    cfg = layout.config
-    planes = layout.planes_of("k")
-    first = {(plane.loop, plane.kind): plane.offset // 2 for plane in planes}
-    plan = []
-    for loop in sorted(range(cfg.loops), key=lambda loop: (len(loops_read(cfg, loop)), loop)):
-        bits = cfg.bits[loop]
-        clip = cfg.int2_clip if bits == 2 else CLIP.get(bits, 1.0)
-        starts = (first.get((loop, kind), 0) for kind in ("codes", "metadata", "alpha"))
-        plan.append((loop, bits, cfg.group_sizes[loop] or 0, clip, cfg.reference_of(loop) is not None, *starts))
-    return tuple(plan)
+@lru_cache(maxsize=64)
+def processors(device: torch.device) -> int:
+    """Multiprocessors of a GPU; 0 for a CPU, whose interpreter does one program after the other."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 0
 
 
 def coding_runs(layout: PageLayout) -> tuple[tuple, ...]:
@@ -423,11 +440,6 @@ def coding_runs(layout: PageLayout) -> tuple[tuple, ...]:
                 continue
         runs.append((*entry, 0, 0, 1))
     return tuple(runs)
-
-
-def head_stride(matrix: Tensor | None) -> int:
-    """Elements from one head's matrix to the next: 0 for one shared [D, D], or none."""
-    return 0 if matrix is None or matrix.dim() == 2 else matrix.stride(0)
 
 
 def _check(pages, layout, slots, k, v, k_matrix, v_matrix, k_means, sanitised, rotated) -> None:

@@ -24,14 +24,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from residualquant.kernels.pack_kv import (
-    check_layout,
-    check_tensors,
-    coding_plan,
-    head_stride,
-    rotation_of,
-    word_offsets,
-)
+from residualquant.kernels.pack_kv import check_layout, check_tensors, rotation_of, word_offsets
+from residualquant.kernels.pack_kv_cuda import coding_plan, head_stride
 from residualquant.kernels.tuning import tuned
 from residualquant.layout import PageLayout, loop_bytes, loops_read
 from residualquant.pages import read_pages

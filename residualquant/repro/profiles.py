@@ -174,9 +174,9 @@ PROFILES = {
         ),
         Profile(
             "full",
-            {"ouro": _sizes(800, 400), "huginn": _sizes(200, 200)},
+            {"ouro": _sizes(800, 400), "huginn": _sizes(400, 400)},
             device="cuda",
-            cost="half an hour on one H200",
+            cost="a quarter of an hour on one H200",
         ),
         Profile(
             "paper",

@@ -103,6 +103,11 @@ def _analysis(s: Section, profile: Profile) -> list[Card]:
     return []
 
 
+def _rotations(s: Section, profile: Profile) -> list[Card]:
+    s.table(table_html(table(s.label, profile)))
+    return []
+
+
 def _pareto(s: Section, profile: Profile) -> list[Card]:
     s.picture("pareto", profile.name)
     return []
@@ -181,6 +186,10 @@ SECTIONS: dict[str, tuple[str, str, str, Callable[[Section, Profile], list[Card]
     "figure3_right": (
         "Fig. 3 right", "Figure 3 (right): what least squares takes off the prediction error",
         "Mean squared distance of a loop's keys from the coded last loop, before any residual is coded.", _analysis,
+    ),
+    "rotations": (
+        "Rotations", "Rotations on problems that no fit has seen",
+        "Attention-output error of one rotation over another's, INT2/4 g=32; nothing is generated.", _rotations,
     ),
     "figure5": ("Figure 5", "Figure 5: every loop against the last", _SURFACES, _surfaces),
     "storage": (

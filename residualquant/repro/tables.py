@@ -203,6 +203,12 @@ def _claims(profile: Profile, compute: bool) -> pd.DataFrame:
     return claims(profile, compute)
 
 
+def _rotations(profile: Profile, compute: bool) -> pd.DataFrame:
+    from residualquant.repro.rotations import rotations
+
+    return rotations(profile, compute)
+
+
 def _analysis(label: str):
     def make(profile: Profile, compute: bool) -> pd.DataFrame:
         from residualquant.repro import analyses
@@ -217,7 +223,10 @@ _MAKERS = {
     "table1": _analysis("table1"),
     "figure3_middle": _analysis("figure3_middle"),
     "figure3_right": _analysis("figure3_right"),
+    "rotations": _rotations,
     "table2_mean": table2_mean,
     "claims": _claims,
 }
-TABLES = ("storage", "table1", "figure3_middle", "figure3_right", "table2", "table2_mean", *LABELS[1:], "claims")
+TABLES = (
+    "storage", "table1", "figure3_middle", "figure3_right", "rotations", "table2", "table2_mean", *LABELS[1:], "claims"
+)  # fmt: skip

@@ -74,6 +74,16 @@ inline void arrive(Barrier& barrier, int parties) {
 inline void sync_warp() { arrive(warp_barriers[warp_of(current)], 32); }
 inline void sync_block() { arrive(block_barrier, (int)fibers.size()); }
 
+inline bool last_to_arrive(uint32_t* counter, int parties) {
+  static bool last;
+  sync_block();
+  if (current == 0) last = (*counter)++ == (uint32_t)parties - 1, *counter %= parties;
+  sync_block();
+  return last;
+}
+
+inline float load_past_cache(const float* source) { return *source; }
+
 // What a lane has sent becomes readable between two barriers.
 template <typename Read>
 auto exchange(Read read) {
@@ -171,6 +181,8 @@ inline void copy_async(uint8_t* target, const uint8_t* source) {
   else land({target, source});
 }
 
+inline void prefetch(const void*) {}
+
 inline void commit_copies() {
   self().groups.push_back(std::move(self().open));
   self().open.clear();
@@ -198,6 +210,28 @@ inline float fp8_to_float(uint8_t byte) {
   return byte & 0x80 ? -size : size;
 }
 inline uint32_t fp8_pair_to_half2(uint32_t bytes) { return pack_half2(fp8_to_float(bytes), fp8_to_float(bytes >> 8)); }
+
+// To nearest even, at most +-448.
+inline uint32_t float_to_fp8(float x) {
+  const uint32_t sign = signbit(x) ? 0x80 : 0;
+  x = fminf(fabsf(x), 448.0f);
+  if (x < ldexpf(1, -6)) return sign | (uint32_t)nearbyintf(ldexpf(x, 9));
+  int exponent;
+  const float mantissa = nearbyintf(ldexpf(frexpf(x, &exponent), 4));  // 8 to 16
+  return sign | (uint32_t)((exponent + 5) * 8 + (int)mantissa);
+}
+inline uint32_t float_pair_to_fp8(float low, float high) { return float_to_fp8(low) | float_to_fp8(high) << 8; }
+
+inline uint32_t max_of_halves(uint32_t a, uint32_t b) {
+  return std::max(a & 0xffff, b & 0xffff) | std::max(a >> 16, b >> 16) << 16;
+}
+inline float square_root(float x) { return sqrtf(x); }
+inline void add_atomically(int32_t* target, int value) { *target += value; }
+inline uint32_t float_to_bits(float x) {
+  uint32_t bits;
+  memcpy(&bits, &x, 4);
+  return bits;
+}
 
 inline float exp2_fast(float x) { return exp2f(x); }
 inline float bf16_to_float(uint16_t bits) { return bits_to_float((uint32_t)bits << 16); }
