@@ -51,7 +51,7 @@ def test_a_plan_is_the_union_of_the_labels():
         ("huginn", "words"): 25, ("huginn", "algebra"): 17, ("huginn", "stubs"): 17, ("huginn", "asserts"): 17,
     }  # fmt: skip
     assert {n for task in ("words", "algebra") for n in full["ouro", task].values()} == {800}
-    assert set(full["huginn", "stubs"].values()) == {200}
+    assert set(full["huginn", "stubs"].values()) == {400}
     mini = PROFILES["mini"].plan["ouro", "algebra"]
     assert mini[BF16] == mini[preset("INT2 g=32", coefficient="unit")] == 200
     assert mini[preset("INT2 g=32", reference="first", group_size=16)] == 100
