@@ -54,6 +54,20 @@ def cpu_library(root, tmp_path_factory):
     return build
 
 
+@pytest.fixture
+def loaded_loop_bounds(monkeypatch):
+    """Let the interpreter take a loaded scalar (to it, an array of one element) as the bound of a loop."""
+    from triton.runtime import interpreter
+
+    patch = interpreter._patch_lang_tensor
+
+    def patched(tensor, scope):
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    monkeypatch.setattr(interpreter, "_patch_lang_tensor", patched)
+
+
 def pytest_configure(config):
     """Without a GPU Triton interprets its kernels. It decides so when first imported, by whatever test that is."""
     import torch

@@ -23,6 +23,7 @@ from residualquant.kernels.build import (
     compiler,
     load_variant,
     paper_variants,
+    start,
     variant_for,
 )
 from residualquant.kernels.decode_attention import (
@@ -32,7 +33,6 @@ from residualquant.kernels.decode_attention import (
     decode_attention_cost,
     decode_attention_reference,
     fill_arguments,
-    launch,
     workspace,
 )
 from residualquant.layout import PageLayout, bytes_read_per_step
@@ -182,7 +182,7 @@ def run_on_cpu(cpu_library, problem, loop, splits, late):
     library.set_copies_land_late(late)
     out, scratch = torch.full(problem.q.shape, torch.nan), problem.scratch(splits)
     scale = problem.layout.head_dim**-0.5
-    launch(library, fill_arguments(*problem.operands(loop), scratch, scale, out), 0)
+    start(library, "decode_attention", fill_arguments(*problem.operands(loop), scratch, scale, out), 0)
     return out
 
 
@@ -205,7 +205,7 @@ def test_many_tiles_on_cpu(cpu_library):
     out = torch.empty_like(problem.q)
     scratch = problem.scratch(1)
     library = cpu_library(variant_for(problem.layout, 0))
-    launch(library, fill_arguments(*problem.operands(0), scratch, 0.125, out), 0)
+    start(library, "decode_attention", fill_arguments(*problem.operands(0), scratch, 0.125, out), 0)
     reference = problem.reference(0)
     assert worst_error(out, reference.bfloat16()) < 2 * TOLERANCE
 

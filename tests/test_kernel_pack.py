@@ -13,9 +13,14 @@ from hypothesis import strategies as st  # noqa: E402
 
 from residualquant import KVQuantConfig, preset  # noqa: E402
 from residualquant.kernels import pack_kv as writer  # noqa: E402
-from residualquant.kernels.build import compile_variant, compiler, writer_variant_for  # noqa: E402
+from residualquant.kernels.build import (  # noqa: E402
+    compile_variant,
+    compiler,
+    start,
+    writer_variant_for,
+)
 from residualquant.kernels.pack_kv import pack_kv, pack_kv_cost, pack_kv_reference  # noqa: E402
-from residualquant.kernels.pack_kv_cuda import WriterCall, launch  # noqa: E402
+from residualquant.kernels.pack_kv_cuda import WriterCall, fill_arguments  # noqa: E402
 from residualquant.layout import PageLayout, stored_bytes  # noqa: E402
 from residualquant.pages import allocate_pages, read_pages  # noqa: E402
 
@@ -215,7 +220,7 @@ def test_cuda_source_on_cpu(cpu_library, name):
     if rotation != "none":
         turn = tuple(x.cpu() for x in rotations(heads, layout.head_dim, layout.config.loops))
     call = WriterCall(pages, layout, slots, k, v, *turn, sanitised=sanitised, rotated=rotated)
-    launch(cpu_library(writer_variant_for(layout)), call, processors, 0)
+    start(cpu_library(writer_variant_for(layout)), "pack_kv", fill_arguments(call, processors), 0)
     stored = slots >= 0
     states_coded = (x[:, stored] for x in rotated)
     identity = None if rotation == "none" else torch.eye(layout.head_dim, dtype=torch.float16)

@@ -5,7 +5,6 @@ import torch
 
 triton = pytest.importorskip("triton")
 
-from triton.runtime import interpreter  # noqa: E402
 
 from residualquant import KVQuantConfig, preset  # noqa: E402
 from residualquant.kernels.pack_kv import pack_kv_reference  # noqa: E402
@@ -21,16 +20,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 GARBAGE = 0x7F  # as FP8 metadata: NaN
 
 
-@pytest.fixture(autouse=True)
-def loaded_loop_bounds(monkeypatch):
-    """Let the interpreter take a loaded scalar (to it, an array of one element) as the bound of a loop."""
-    patch = interpreter._patch_lang_tensor
-
-    def patched(tensor, scope):
-        patch(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
-
-    monkeypatch.setattr(interpreter, "_patch_lang_tensor", patched)
+pytestmark = pytest.mark.usefixtures("loaded_loop_bounds")
 
 
 def problem(layout, heads, repeat, past, new, dtype, seed=0):

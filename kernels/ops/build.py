@@ -227,6 +227,20 @@ def load_variant(variant: Compiled, architecture: str) -> ctypes.CDLL | str:
     return ctypes.CDLL(str(path))
 
 
+def start(library: ctypes.CDLL, operation: str, arguments: ctypes.Structure, stream: int) -> None:
+    """Start the kernel ``operation`` of ``library`` on ``stream``.
+
+    Raises:
+        ResidualQuantError: the library has other arguments, or CUDA refuses; the message holds its error code.
+    """
+    if getattr(library, f"{operation}_arguments_bytes")() != ctypes.sizeof(arguments):
+        raise ResidualQuantError(
+            f"the compiled {operation} takes other arguments than this version: run `make kernels`"
+        )
+    if status := getattr(library, operation)(ctypes.byref(arguments), ctypes.c_void_p(stream)):
+        raise ResidualQuantError(f"the CUDA kernel {operation} could not be started: CUDA error {status}")
+
+
 def main(architectures: list[str]) -> None:
     """Compile the paper's variants, for the GPU here or for the architectures named, and say what each takes."""
     if not architectures:

@@ -32,7 +32,7 @@ from torch import Tensor
 from residualquant.affine import FP8, dequantize, unpack_codes
 from residualquant.attention import rotate, rotate_back
 from residualquant.errors import ResidualQuantError
-from residualquant.kernels.build import MOST_KINDS, Variant, load_variant, variant_for
+from residualquant.kernels.build import MOST_KINDS, Variant, load_variant, start, variant_for
 from residualquant.layout import PageLayout, loop_bytes, loops_read
 from residualquant.pages import read_pages
 
@@ -228,7 +228,7 @@ def decode_attention(
     backend, library = _choose(prefer, q, past, loop)
     if backend == "cuda":
         arguments = fill_arguments(q, k, v, past, loop, scratch, scale, out)
-        launch(library, arguments, torch.cuda.current_stream(q.device).cuda_stream)
+        start(library, "decode_attention", arguments, torch.cuda.current_stream(q.device).cuda_stream)
     elif backend == "triton":
         from residualquant.kernels.decode_attention_triton import attend_past
 
@@ -313,18 +313,6 @@ def fill_arguments(
         v_planes=(ctypes.c_int64 * MOST_KINDS)(*planes["v"]),
         scale=scale,
     )
-
-
-def launch(library: ctypes.CDLL, arguments: Arguments, stream: int) -> None:
-    """Start the kernel of ``library`` on ``stream``.
-
-    Raises:
-        ResidualQuantError: the library has other arguments, or CUDA refuses; the message holds its error code.
-    """
-    if library.decode_attention_arguments_bytes() != ctypes.sizeof(Arguments):
-        raise ResidualQuantError("the compiled kernels take other arguments than this version: run `make kernels`")
-    if status := library.decode_attention(ctypes.byref(arguments), ctypes.c_void_p(stream)):
-        raise ResidualQuantError(f"the CUDA decode kernel could not be started: CUDA error {status}")
 
 
 def _pointer(tensor: Tensor | None) -> int | None:

@@ -34,7 +34,15 @@ import triton.language as tl
 from torch import Tensor
 
 from residualquant.config import KVQuantConfig
-from residualquant.kernels.pack_kv_cuda import WriterCall, choose_parts, coding_plan, head_stride, launch, library_for
+from residualquant.kernels.build import start
+from residualquant.kernels.pack_kv_cuda import (
+    WriterCall,
+    choose_parts,
+    coding_plan,
+    fill_arguments,
+    head_stride,
+    library_for,
+)
 from residualquant.kernels.tuning import tuned
 from residualquant.layout import PageLayout, check_head_dim, stored_bytes
 from residualquant.pages import write_pages
@@ -396,7 +404,8 @@ def pack_kv(
     if isinstance(library, str):
         _launch_triton(call)
     else:
-        launch(library, call, processors(pages.device), torch.cuda.current_stream(pages.device).cuda_stream)
+        arguments = fill_arguments(call, processors(pages.device))
+        start(library, "pack_kv", arguments, torch.cuda.current_stream(pages.device).cuda_stream)
 
 
 def _launch_triton(call: WriterCall) -> None:

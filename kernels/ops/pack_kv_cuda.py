@@ -1,4 +1,4 @@
-"""The writer's CUDA kernel: which layouts it knows, its arguments, its launch (kernels/cuda/pack_kv.cu)."""
+"""The writer's CUDA kernel: which layouts it knows, its arguments (kernels/cuda/pack_kv.cu)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from torch import Tensor
 
 from residualquant.affine import CLIP
 from residualquant.config import KVQuantConfig
-from residualquant.errors import ResidualQuantError
 from residualquant.kernels.build import MOST_LOOPS, WriterVariant, load_variant, writer_variant_for
 from residualquant.layout import PageLayout, loops_read
 
@@ -120,18 +119,6 @@ def _plan_arguments(layout: PageLayout) -> dict[str, object]:
     clips = dict(zip(other, (entry[3] for entry in plan)))
     arrays = {name: (ctypes.c_int64 * MOST_LOOPS)(*map(int, value)) for name, value in values.items()}
     return {**arrays, "first_clip": clips[False], "other_clip": clips.get(True, clips[False])}
-
-
-def launch(library: ctypes.CDLL, call: WriterCall, processors: int, stream: int) -> None:
-    """Start the kernel on ``stream``.
-
-    Raises:
-        ResidualQuantError: the library has other arguments, or CUDA refuses; the message holds its error code.
-    """
-    if library.pack_kv_arguments_bytes() != ctypes.sizeof(Arguments):
-        raise ResidualQuantError("the compiled writer takes other arguments than this version: run `make kernels`")
-    if status := library.pack_kv(ctypes.byref(fill_arguments(call, processors)), ctypes.c_void_p(stream)):
-        raise ResidualQuantError(f"the CUDA writer could not be started: CUDA error {status}")
 
 
 def choose_parts(cfg: KVQuantConfig, programs: int, slots: int) -> int:

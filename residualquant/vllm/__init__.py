@@ -15,6 +15,7 @@
 | metrics.py | Prometheus metrics of the packed cache |
 | serve.py | ``residualquant serve`` |
 | decode.py | ``residualquant eval --engine vllm`` |
+| bench.py, flash_attention.py | decoding by vLLM timed at a published shape; its BF16 attention as a baseline |
 
 This is the only place that imports vLLM. A token's page is complete when its last loop is done, so three things differ
 from a plain cache: the step's own K and V are staged, attention joins the packed past with the staged step (Sec. 4),

@@ -17,8 +17,7 @@ from torch import Tensor
 
 from residualquant.attention import attend_past_and_step, attend_prompt, count_unusable, make_finite_
 from residualquant.cache import LayerRotations
-from residualquant.config import KVQuantConfig
-from residualquant.layout import PageLayout
+from residualquant.layout import PageLayout, loops_read
 from residualquant.pages import read_pages, write_pages
 from residualquant.residual import PackedKV, decode, encode
 from residualquant.rotation import Rotation
@@ -205,7 +204,7 @@ class PackedPages(PagedKV):
 
     def past(self, pages: Tensor, slots: Tensor, loop: int) -> tuple[Tensor, Tensor]:
         group, inner = divmod(loop, self.layout.config.loops)
-        needed = _chain(self.layout.config, inner)
+        needed = sorted(loops_read(self.layout.config, inner))
         k, v = (
             _decode_loops(replace(packed, rotation=self.rotation(group, kind)), needed)[needed.index(inner)]
             for packed, kind in zip(read_pages(pages, self.layout, slots, group, needed), "kv")
@@ -214,14 +213,6 @@ class PackedPages(PagedKV):
 
     def matrices(self, loop: int) -> tuple[Tensor | None, Tensor | None]:
         return self.rotations.of_loop(loop, self.layer, "k"), self.rotations.of_loop(loop, self.layer, "v")
-
-
-def _chain(config: KVQuantConfig, loop: int) -> list[int]:
-    """``loop`` and all that it is predicted from, in order."""
-    needed = [loop]
-    while (reference := config.reference_of(needed[-1])) is not None:
-        needed.append(reference)
-    return sorted(needed)
 
 
 def _decode_loops(packed: PackedKV, loops: list[int]) -> Tensor:

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from triton.runtime import interpreter
 from vllm import SamplingParams
 
 from residualquant.cache import LayerRotations
@@ -29,16 +28,7 @@ class InterpretedPages(KernelPages):
         super().stage(staged, k.bfloat16(), v.bfloat16())
 
 
-@pytest.fixture(autouse=True)
-def loaded_loop_bounds(monkeypatch):
-    """Let the interpreter take a loaded scalar (to it, an array of one element) as the bound of a loop."""
-    patch = interpreter._patch_lang_tensor
-
-    def patched(tensor, scope):
-        patch(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
-
-    monkeypatch.setattr(interpreter, "_patch_lang_tensor", patched)
+pytestmark = pytest.mark.usefixtures("loaded_loop_bounds")
 
 
 def rotations_for(config, loops):
