@@ -49,7 +49,8 @@ def start_engine():
     from vllm import LLM
 
     engines = []
-    memory = {"gpu_memory_utilization": 0.03} if torch.cuda.is_available() else {}
+    on_gpu = torch.cuda.is_available()
+    memory = {"gpu_memory_utilization": 0.03, "kv_cache_memory_bytes": 2**28} if on_gpu else {}
 
     def start(model, **options):
         defaults = {
