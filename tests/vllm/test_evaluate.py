@@ -15,7 +15,7 @@ from residualquant.vllm.attention import LoopedAttention
 
 MODEL = "mini-ouro-maths"
 CONFIG = preset("INT4 g=32", rotation="hadamard")
-N = 16
+N = 8
 LEVEL = 0.05
 
 

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
+from asking import greedy, run, tokens_of
 from torch.nn.functional import scaled_dot_product_attention
-from vllm import SamplingParams
 
 from residualquant.attention import PackedAttention
 from residualquant.cache import PackedCache
@@ -17,7 +17,8 @@ from residualquant.models.loading import model_folder
 from residualquant.vllm.attention import LoopedAttention
 
 MODEL = "mini-huginn"
-NEW_TOKENS = 16
+NEW_TOKENS = 6
+GREEDY = greedy(NEW_TOKENS)
 BUDGET = 512
 SETTINGS = {
     "off": None,
@@ -38,7 +39,7 @@ def reference():
 
 @pytest.fixture(scope="module")
 def prompts(reference):
-    return [reference.tokenizer.encode(p.prompt).ids for p in problems("words", 3, family="huginn")]
+    return [reference.tokenizer.encode(p.prompt).ids for p in problems("words", 2, family="huginn")]
 
 
 @pytest.fixture(scope="module", params=list(SETTINGS))
@@ -71,21 +72,12 @@ def attention_of(settings, model):
     return PackedAttention(PackedCache(model.kv_shape, config_of(settings), edge_layers=model.edge_layers))
 
 
-def run(engine, prompts):
-    params = SamplingParams(max_tokens=NEW_TOKENS, temperature=0, ignore_eos=True)
-    return engine.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
-
-
-def tokens_of(outputs):
-    return [list(o.outputs[0].token_ids) for o in outputs]
-
-
 def test_tokens_are_those_of_the_torch_engine(served, reference, prompts):
     settings, engine = served
     assert engine.reset_prefix_cache()
     decoded = iter_decode(reference, prompts, [config_of(settings)], NEW_TOKENS, set(), progress=False)
     expected = {done.prompt_index: done.tokens for done in decoded}
-    assert tokens_of(run(engine, prompts)) == [expected[n] for n in range(len(prompts))]
+    assert tokens_of(run(engine, prompts, GREEDY)) == [expected[n] for n in range(len(prompts))]
 
 
 def test_attention_of_every_step_is_the_reference_also_after_a_prefix_hit(served, reference, prompts, monkeypatch):
@@ -101,10 +93,10 @@ def test_attention_of_every_step_is_the_reference_also_after_a_prefix_hit(served
     hit = (len(prompt) - 1) // 16 * 16
     monkeypatch.setattr(LoopedAttention, "attend", record)
     assert engine.reset_prefix_cache()
-    whole = run(engine, [prompt[: hit + 1]])
+    whole = run(engine, [prompt[: hit + 1]], GREEDY)
     first = seen.copy()
     seen.clear()
-    again = run(engine, [prompt])
+    again = run(engine, [prompt], GREEDY)
     assert [o.num_cached_tokens for o in (*whole, *again)] == [0, hit]
     # the cache gets the tokens that the pages of the hit hold, then those of the second run
     head = [(*call[:3], *(x[:hit] for x in call[3:])) for call in first if len(call[3]) > 1]

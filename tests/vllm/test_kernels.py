@@ -4,7 +4,7 @@ import random
 
 import pytest
 import torch
-from vllm import SamplingParams
+from asking import greedy, run, tokens_of
 
 from residualquant.cache import LayerRotations
 from residualquant.config import KVQuantConfig, preset
@@ -164,9 +164,8 @@ def test_every_step_of_an_engine_is_what_the_plain_pages_make_of_it(start_engine
     prompts, draw = [list(range(3, 3 + length)) for length in (5, 30, 17)], random.Random(0)
     if DEVICE.type == "cuda":
         prompts += [prompts[1][: draw.choice((0, 16))] + draw.choices(range(320), k=32) for _ in range(197)]
-    params = SamplingParams(max_tokens=new_tokens, temperature=0, ignore_eos=True)
-    outputs = engine.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
-    assert [len(output.outputs[0].token_ids) for output in outputs] == [new_tokens] * len(prompts)
+    outputs = run(engine, prompts, greedy(new_tokens))
+    assert [len(tokens) for tokens in tokens_of(outputs)] == [new_tokens] * len(prompts)
     assert kinds == {(True, False), (False, True), (True, True)}
     assert max(errors) < TOLERANCE
     assert max(wrong) < 1e-3

@@ -5,8 +5,8 @@ import os
 
 import pytest
 import torch
+from asking import greedy, run
 from prometheus_client import REGISTRY
-from vllm import SamplingParams
 
 from residualquant.vllm.metrics import RunningCount, remove_folder_at_exit
 from residualquant.vllm.paged import PackedPages
@@ -20,10 +20,9 @@ def read(name, **labels):
     return REGISTRY.get_sample_value(f"residualquant:{name}", labels)
 
 
-def run(engine):
-    params = SamplingParams(max_tokens=NEW_TOKENS, temperature=0, ignore_eos=True)
+def counted_in(engine):
     before = {name: read(name) for name in ("packed_tokens_total", "kv_bytes_saved_total", "sanitised_values_total")}
-    engine.generate([{"prompt_token_ids": p} for p in PROMPTS], params, use_tqdm=False)
+    run(engine, PROMPTS, greedy(NEW_TOKENS))
     return {name: read(name) - value for name, value in before.items()}
 
 
@@ -34,7 +33,7 @@ def engine(start_engine, tiny_ouro):
 
 
 def test_tokens_and_bytes_are_those_of_the_requests(engine):
-    counted = run(engine)
+    counted = counted_in(engine)
     tokens = sum(map(len, PROMPTS)) + len(PROMPTS) * (NEW_TOKENS - 1)  # the last one's K and V are never made
     assert counted["packed_tokens_total"] == tokens
     bf16 = 2 * 4 * 2 * 2 * 64 * 2  # K and V, loops, layers, KV heads, channels, bytes
@@ -45,7 +44,7 @@ def test_tokens_and_bytes_are_those_of_the_requests(engine):
 
 
 def test_sanitised_values_are_counted(engine, monkeypatch):
-    assert run(engine)["sanitised_values_total"] == 0
+    assert counted_in(engine)["sanitised_values_total"] == 0
     stage, spoilt = PackedPages.stage, []
 
     def spoil(self, staged, k, v):
@@ -56,7 +55,7 @@ def test_sanitised_values_are_counted(engine, monkeypatch):
         stage(self, staged, k, v)
 
     monkeypatch.setattr(PackedPages, "stage", spoil)
-    assert run(engine)["sanitised_values_total"] == 4
+    assert counted_in(engine)["sanitised_values_total"] == 4
 
 
 def test_a_running_count_gives_what_is_new_and_survives_its_overflow():
@@ -68,7 +67,7 @@ def test_a_running_count_gives_what_is_new_and_survives_its_overflow():
 
 
 def test_the_raw_cache_counts_nothing(start_engine, tiny_ouro):
-    assert set(run(start_engine(tiny_ouro)).values()) == {0}
+    assert set(counted_in(start_engine(tiny_ouro)).values()) == {0}
 
 
 @pytest.mark.parametrize("own", [True, False])

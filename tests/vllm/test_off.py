@@ -4,6 +4,7 @@ import random
 
 import pytest
 import torch
+from asking import greedy, run
 from vllm import ModelRegistry, SamplingParams
 
 from residualquant.vllm.layers import AttentionLayers
@@ -34,14 +35,6 @@ def empty_prefix_cache(ours):
 
 def prompt(length, seed):
     return random.Random(seed).choices(range(320), k=length)
-
-
-def greedy(tokens):
-    return SamplingParams(max_tokens=tokens, temperature=0, ignore_eos=True, logprobs=0)
-
-
-def run(engine, prompts, params):
-    return engine.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
 
 
 def assert_same(ours, stock):

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from vllm import SamplingParams
+from asking import greedy, run, tokens_of
 from vllm.v1.core.kv_cache_utils import get_kv_cache_configs
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
@@ -19,6 +19,7 @@ from residualquant.vllm.ouro import OuroForCausalLM
 MODEL = "mini-ouro-maths"
 CONFIG = preset("INT2/4 g=32", rotation="hadamard")
 NEW_TOKENS = 24
+GREEDY = greedy(NEW_TOKENS)
 BUDGET = 512
 
 
@@ -45,15 +46,6 @@ def empty_prefix_cache(engine):
     assert engine.reset_prefix_cache()
 
 
-def run(engine, prompts):
-    params = SamplingParams(max_tokens=NEW_TOKENS, temperature=0, ignore_eos=True)
-    return engine.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
-
-
-def tokens_of(outputs):
-    return [list(o.outputs[0].token_ids) for o in outputs]
-
-
 def continuation(model, prompt, pieces):
     """Greedy tokens of the plain model on the packed cache, the prompt given in pieces of these lengths."""
     attend = PackedAttention(PackedCache(model.kv_shape, CONFIG))
@@ -69,7 +61,7 @@ def continuation(model, prompt, pieces):
 
 
 def test_tokens_are_those_of_the_torch_engine(engine, reference, prompts):
-    outputs = run(engine, prompts)
+    outputs = run(engine, prompts, GREEDY)
     assert [o.num_cached_tokens for o in outputs] == [0] * len(prompts)
     decoded = iter_decode(reference, prompts, [CONFIG], NEW_TOKENS, set(), progress=False)
     expected = {done.prompt_index: done.tokens for done in decoded}
@@ -78,8 +70,8 @@ def test_tokens_are_those_of_the_torch_engine(engine, reference, prompts):
 
 def test_a_prefix_hit_reads_the_packed_past(engine, reference, prompts):
     (prompt,) = prompts[:1]
-    run(engine, [prompt])
-    (output,) = run(engine, [prompt])
+    run(engine, [prompt], GREEDY)
+    (output,) = run(engine, [prompt], GREEDY)
     hit = (len(prompt) - 1) // 16 * 16
     assert output.num_cached_tokens == hit > 0
     assert tokens_of([output]) == [continuation(reference, prompt, [hit, len(prompt) - hit])]
@@ -95,7 +87,7 @@ def test_attention_of_every_step_is_the_reference(engine, prompts, monkeypatch):
 
     monkeypatch.setattr(LoopedAttention, "attend", record)
     (prompt,) = prompts[:1]
-    run(engine, [prompt])
+    run(engine, [prompt], GREEDY)
     shape = load_model(MODEL, device="cpu").kv_shape
     assert len(seen) == shape.loops * shape.layers * NEW_TOKENS
     expected = PackedAttention(PackedCache(shape, CONFIG))
@@ -143,7 +135,7 @@ def test_given_the_same_past_every_step_is_the_torch_engines(engine, reference, 
 
     monkeypatch.setattr(LoopedAttention, "attend", attend_with_theirs)
     monkeypatch.setattr(OuroForCausalLM, "compute_logits", choose_theirs)
-    assert tokens_of(run(engine, [prompt])) == [decoded.tokens]
+    assert tokens_of(run(engine, [prompt], GREEDY)) == [decoded.tokens]
     assert len(worst) == NEW_TOKENS and next(theirs, None) is None
     assert max(states) < 1e-5 and max(worst) < 1e-4
 
