@@ -379,6 +379,34 @@ def test_graph_replay_is_eager_and_repeats_on_gpu(prefer):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("splits", [1, 4])
+def test_the_kernel_ahead_may_write_any_input_on_gpu(splits):
+    """A launch begins before the kernel ahead of it has ended, and reads what that one writes when it has."""
+    problem = Problem(preset("INT2/4 g=32", rotation="optr_h"), 128, [5, 300, 3000, 40], device="cuda")
+    names = ("pages", "block_table", "lengths", "q", "k", "v", "k_matrix", "v_matrix", "k_means")
+    first = {name: getattr(problem, name) for name in names}
+    second = {name: x.flip(0) for name, x in first.items()}  # heads have other matrices, sequences other pages
+    used = second["block_table"] >= 0
+    second["block_table"] = torch.where(used, len(problem.pages) - 1 - second["block_table"], second["block_table"])
+    for name, x in first.items():
+        setattr(problem, name, torch.empty_like(x))
+    scratch, outs = problem.scratch(splits), []
+    for turn in range(2 + 4 * len(names)):
+        inputs, last = (first, second)[turn % 2], turn // 2 % len(names)
+        out = torch.full_like(problem.q, torch.nan)
+        for name in (*names[last + 1 :], *names[: last + 1]):
+            torch.maximum(inputs[name], inputs[name], out=getattr(problem, name))
+        if turn < 2:
+            torch.cuda.synchronize()
+        outs.append(decode_attention(*problem.operands(0), scratch, out=out, prefer="cuda"))
+    for turn, out in enumerate(outs):
+        assert torch.equal(out, outs[turn % 2]), turn
+    for name, x in first.items():
+        setattr(problem, name, x)
+    assert worst_error(outs[0], problem.reference(0)) < 2 * TOLERANCE
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("name", ["INT2/4 g32, D=128", "INT2/4 g16, D=96", "next, D=128", "INT2/4 g32, D=256"])
 def test_triton_on_gpu(name):
     head_dim, changes = GPU_CASES[name]
