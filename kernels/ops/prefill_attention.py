@@ -150,10 +150,10 @@ def _attend_past(
         t = start + tl.arange(0, BLOCK_N)
         inside = t < past
         page = pages + tl.load(table + t // S, mask=inside, other=0).to(tl.int64) * block_stride
-        keys = _rebuild(page + k_start, t % S, inside, k_means, head, 0, CHAIN, ALPHA, D, W)
+        keys = _to_fp16(rebuild(page + k_start, t % S, inside, k_means, head, 0, CHAIN, ALPHA, D, W))
         scores = tl.where(inside[None, :], tl.dot(query, tl.trans(keys)) * exponent, float("-inf"))
         weights, largest, total, acc = _weigh(scores, largest, total, acc)
-        values = _rebuild(page + v_start, t % S, inside, None, head, 1, CHAIN, ALPHA, D, W)
+        values = _to_fp16(rebuild(page + v_start, t % S, inside, None, head, 1, CHAIN, ALPHA, D, W))
         acc = tl.dot(weights.to(tl.float16), values, acc)
     return largest, total, acc
 
@@ -186,11 +186,19 @@ def _weigh(scores, largest, total, acc):
 
 
 @triton.jit
-def _rebuild(
+def _to_fp16(z):
+    return tl.minimum(tl.maximum(z, -65504.0), 65504.0).to(tl.float16)
+
+
+@triton.jit
+def rebuild(
     page, t, inside, means, head, INTERLEAVED: tl.constexpr,
     CHAIN: tl.constexpr, ALPHA: tl.constexpr, D: tl.constexpr, W: tl.constexpr,
 ):  # fmt: skip
-    """Zhat of tokens t of their pages, [N, W] fp16; 0 (or the means) for those not inside."""
+    """Zhat of tokens t of their pages, [N, W] fp32; 0 (or the means) for those not inside.
+
+    ``page`` points to the first 16-bit word of K or V of each token's page; CHAIN and ALPHA are those of :func:`chain`.
+    """
     z = tl.zeros([t.shape[0], W], tl.float32)
     for i in tl.static_range(len(CHAIN)):
         if i > 0 and ALPHA:
@@ -203,7 +211,7 @@ def _rebuild(
             channel = tl.arange(0, W)
             mean = means + (CHAIN[i][0] * tl.num_programs(1) + head) * D + channel
             z += tl.load(mean, mask=channel < D, other=0.0)[None, :]
-    return tl.minimum(tl.maximum(z, -65504.0), 65504.0).to(tl.float16)
+    return z
 
 
 @triton.jit
@@ -314,15 +322,17 @@ def prefill_attention(
         *(stride for tensor in (out, q, k, v) for stride in tensor.stride()[:2]),
         head_stride(k_matrix), head_stride(v_matrix), *words.stride()[:2], block_table.stride(0),
         *(layout.planes_of(kv, group)[0].offset // 2 for kv in "kv"),
-        CHAIN=_chain(layout, loop), ALPHA=layout.config.coefficient != "unit", R=repeat, S=layout.page_tokens,
+        **chain(layout, loop), R=repeat, S=layout.page_tokens,
         D=head_dim, BLOCK_D=triton.next_power_of_2(head_dim), **parameters,
     )  # fmt: skip
 
 
-def _chain(layout: PageLayout, loop: int) -> tuple[tuple, ...]:
-    """For each loop from the anchor to ``loop``: loop, bits, group size, first word of codes, metadata and alpha."""
+def chain(layout: PageLayout, loop: int) -> dict[str, object]:
+    """CHAIN: for each loop from the anchor to ``loop``, it, its bits, group size, and the first word of its codes,
+    metadata and alpha, counted from the start of K or V; ALPHA: whether coefficients are stored."""
     plan = {entry[0]: entry for entry in coding_plan(layout)}
-    return tuple((*plan[read][:3], *plan[read][5:]) for read in reversed(loops_read(layout.config, loop)))
+    read = tuple((*plan[stored][:3], *plan[stored][5:]) for stored in reversed(loops_read(layout.config, loop)))
+    return {"CHAIN": read, "ALPHA": layout.config.coefficient != "unit"}
 
 
 def _check(out, q, k, v, pages, layout, loop, block_table, query_start, seq_lens, k_matrix, v_matrix, k_means) -> None:
