@@ -238,20 +238,26 @@ def test_on_a_cpu_the_reference_runs():
     assert out.dtype == torch.bfloat16 and worst_error(out, problem.reference(1)) < 2 * TOLERANCE
     with pytest.raises(ResidualQuantError, match="tensors are on cpu"):
         problem.run(1, prefer="cuda")
+    nobody = dataclasses.replace(problem.paged, block_table=problem.block_table[:0], lengths=problem.lengths[:0])
+    out = decode_attention(problem.q[:0], problem.k[:0], problem.v[:0], nobody, 1, problem.scratch(1), check_table=True)
+    assert out.shape == (0, 2, 64)
 
 
 BAD = {
     "rounding": (dict(layout=PageLayout(KVQuantConfig(rounding="bf16"), 64)), "'bf16'"),
-    "bits": (dict(layout=PageLayout(KVQuantConfig(bits=(3, 4)), 64)), r"\(3, 4\)"),
+    "bits": (dict(layout=PageLayout(KVQuantConfig(bits=(2, 16)), 64)), r"\(2, 16\)"),
     "loop": (dict(loop=4), "got 4 and 0"),
     "group": (dict(group=1), "got 0 and 1"),
     "q": (dict(q=torch.zeros(2, 2, 64, dtype=torch.float64)), "float64"),
+    "no heads": (dict(k=torch.zeros(2, 0, 64).bfloat16()), "got 2 and 0"),
     "heads": (dict(q=torch.zeros(2, 3, 64).bfloat16()), "got 3 and 2"),
     "k": (dict(k=torch.zeros(2, 2, 64)), "k must be .* got .*float32"),
     "pages": (dict(pages=torch.zeros(5, 2, 7, dtype=torch.uint8)), r"\[5, 2, 7\]"),
     "strided pages": (dict(pages=torch.zeros(2, 3264, 5, dtype=torch.uint8).permute(2, 0, 1)), "contiguous"),
     "lengths": (dict(lengths=torch.zeros(2, dtype=torch.int64)), "int64"),
     "matrix": (dict(k_matrix=torch.zeros(64, 64)), "k_matrix must be .* got .*float32"),
+    "one matrix": (dict(v_matrix=torch.zeros(64, 64).half()), r"needs no matrices, got \['v_matrix'\]"),
+    "unaligned pages": (dict(pages=torch.zeros(32648, dtype=torch.uint8)[8:].view(5, 2, 3264)), "got address"),
     "scratch": (dict(scratch=workspace(1, 2, 2, 64, 16, "cpu")), "at least 2 sequences"),
     "prefer": (dict(prefer="tpu"), "'tpu'"),
     "table": (dict(block_table=torch.full((2, 3), 99, dtype=torch.int32), check_table=True), "got 99 to 99"),
@@ -278,6 +284,7 @@ cases = [
     (t.preset("INT2/4 g=32", 2, rotation="optr_h"), 64, dict(queries_per_head=3)),
     (t.KVQuantConfig(bits=(0, 2, 4), group_size=16, reference="next"), 96, dict(page_tokens=32, groups=2, group=1)),
     (t.KVQuantConfig(bits=(1, 8), group_size=16, reference="direct"), 64, dict()),
+    (t.KVQuantConfig(bits=(3, 4), coefficient="unit"), 64, dict()),
 ]
 for cfg, head_dim, more in cases:
     problem = t.Problem(cfg, head_dim, [0, 1, 33], heads=1, **more)

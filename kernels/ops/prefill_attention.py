@@ -24,6 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from residualquant.kernels.decode_attention import check_pages
 from residualquant.kernels.pack_kv import check_layout, check_tensors, rotation_of, word_offsets
 from residualquant.kernels.pack_kv_cuda import coding_plan, head_stride
 from residualquant.kernels.tuning import tuned
@@ -287,10 +288,11 @@ def prefill_attention(
     k_means: Tensor | None = None,
     *,
     group: int = 0,
+    check_table: bool = False,
 ) -> None:
     """Attention of this step's queries of one loop over packed past and BF16 present, into ``out`` (Sec. 4).
 
-    Allocates nothing and never waits for the GPU.
+    Allocates nothing and never waits for the GPU, unless ``check_table``.
 
     Args:
         out: [T, Hq, D], any float dtype.
@@ -305,11 +307,18 @@ def prefill_attention(
         max_queries: no sequence has more tokens in q.
         scale: of the scores, 1/sqrt(D) as a rule.
         k_matrix, v_matrix, k_means, group: as given to the writer.
+        check_table: make sure that query_start, seq_lens and max_queries agree and that pages named by the block table
+            exist; waits for the GPU.
 
     Raises:
         ValueError: an argument of another shape, dtype or device, or a layout that the kernel does not read.
     """
-    _check(out, q, k, v, pages, layout, loop, block_table, query_start, seq_lens, k_matrix, v_matrix, k_means)
+    _check(out, q, k, v, pages, layout, loop, block_table, query_start, seq_lens, k_matrix, v_matrix, k_means, group)
+    if check_table and len(seq_lens):
+        starts, queries = query_start.tolist(), query_start.diff()
+        if starts[0] or starts[-1] > len(q) or not 0 <= int(queries.min()) <= int(queries.max()) <= max_queries:
+            raise ValueError(f"query_start must rise from 0 to at most {len(q)} by at most {max_queries}, got {starts}")
+        check_pages(block_table, seq_lens - queries, layout.page_tokens, len(pages))
     heads, head_dim = k.shape[1:]
     repeat = q.shape[1] // heads
     parameters = tuned("prefill_attention", pages.device)
@@ -335,12 +344,14 @@ def chain(layout: PageLayout, loop: int) -> dict[str, object]:
     return {"CHAIN": read, "ALPHA": layout.config.coefficient != "unit"}
 
 
-def _check(out, q, k, v, pages, layout, loop, block_table, query_start, seq_lens, k_matrix, v_matrix, k_means) -> None:
-    check_layout(layout, pages, k_matrix, v_matrix)
+def _check(
+    out, q, k, v, pages, layout, loop, block_table, query_start, seq_lens, k_matrix, v_matrix, k_means, group
+) -> None:
+    check_layout(layout, pages, k_matrix, v_matrix, group)
     loops, head_dim = layout.config.loops, layout.head_dim
     if not 0 <= loop < loops:
         raise ValueError(f"loop must be from 0 to {loops - 1}, got {loop!r}")
-    if q.dim() != 3 or k.dim() != 3 or q.shape[1] % k.shape[1]:
+    if q.dim() != 3 or k.dim() != 3 or not k.shape[1] or q.shape[1] % k.shape[1]:
         raise ValueError(f"q and k must have shape [T, Hq, D] and [T, H, D], got {list(q.shape)} and {list(k.shape)}")
     tokens, heads = k.shape[:2]
     square = [[head_dim, head_dim], [heads, head_dim, head_dim]]
