@@ -121,6 +121,15 @@ def test_every_byte_is_the_reference_for_any_values(bits, group_size, reference,
     assert torch.equal(pages, expected)
 
 
+@pytest.mark.parametrize("levels", [3, 15])
+def test_division_by_levels_is_correctly_rounded(levels):
+    """The CUDA writer takes a product and one correction: right for every significand."""
+    x = torch.arange(2**23, 2**24, dtype=torch.float64)
+    inverse = torch.tensor(1 / levels).double()
+    quotient = (x * inverse).float().double()
+    assert torch.equal((quotient + (x - quotient * levels) * inverse).float(), x.float() / torch.tensor(levels).float())
+
+
 def test_codes_on_and_beside_every_tie():
     """4-bit codes of values at, one FP32 step below and one above each midpoint, for many scales and offsets."""
     layout = layout_of(128, (4,), 16, "direct", "ls", int4_group_size=32)
