@@ -10,6 +10,7 @@ import contextlib
 import os
 import re
 import sys
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -284,6 +285,7 @@ def calibrate(
     seed: int = 0,
     out: Path | None = None,
     device: str | None = None,
+    estimate: bool = False,
 ) -> None:
     """Fit the rotations of one KV configuration on training problems; an interrupted run goes on.
 
@@ -302,17 +304,28 @@ def calibrate(
         seed: Which of these problems are which, and the order in which they are drawn.
         out: Folder for calibrations, each in a folder of its own; data/runs/rotations when left out.
         device: cpu or cuda; the GPU where there is one when left out.
+        estimate: Only print what it would take in time and memory at the paper's sizes, without loading the model.
     """
     from residualquant.repro.paths import show
     from residualquant.rotation import calibration
 
-    loaded = _load(task, model, device)
+    if estimate:
+        from residualquant.bench.calibration import estimates
+
+        rows, how = estimates(_model_name(task, model))
+        _print_table(rows)
+        print(how)
+        return
+    begun, loaded = time.monotonic(), _load(task, model, device)
     (asked,) = kv.configs([config], loaded.kv_shape.loops)
     sizes = calibration.CalibrationSizes(fit, holdout, steps, seed)
     calibration.calibrated(loaded, asked, task, sizes, out)
     folder = calibration.artefact_folder(loaded, asked, task, sizes, out)
     _print_table(calibration.loss_table(folder))
-    print(f"{loaded.name}, {asked.label}: rotations in {show(folder)}; losses are of held-out problems")
+    print(
+        f"{loaded.name}, {asked.label}: rotations in {show(folder)}; losses are of held-out problems; "
+        f"{time.monotonic() - begun:.0f} s (--estimate: other models)"
+    )
 
 
 def trace(

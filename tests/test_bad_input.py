@@ -13,6 +13,7 @@ from residualquant.errors import ResidualQuantError
 from residualquant.evals.run import evaluate
 from residualquant.evals.tasks import MOST_PROBLEMS, problem_of, problems
 from residualquant.inspect import inspect_trace
+from residualquant.models.loading import read_kv_shape
 from residualquant.repro import paths, table
 from residualquant.rotation.calibration import CalibrationSizes, calibrate, calibrated
 from residualquant.rotation.optr_h import OptRHSettings
@@ -160,6 +161,7 @@ def test_weights_may_lie_in_several_files(tmp_path):
         save_file({name: weights[name] for name in part}, folder / f"{file}.safetensors")
     whole, split = load_model(MODEL, device="cpu"), load_model(str(folder), device="cpu")
     assert all(torch.equal(a, b) for a, b in zip(whole.state_dict().values(), split.state_dict().values(), strict=True))
+    assert read_kv_shape(str(folder)) == (whole.kv_shape, whole.config.num_attention_heads)
 
 
 # ------------------------------------------------------------------------------------------------ surroundings

@@ -91,6 +91,8 @@ def test_bits_lists_every_label_when_none_is_given(capsys):
         (("eval", "--task", "words", "--records", "/"), "records must name a file, got the folder '/'"),
         (("calibrate", "--seed", "99999999999999999999"), "seed must be below 2^63, got 99999999999999999999"),
         (("calibrate", "--seed", "-1"), "seed must be at least 0, got -1"),
+        (("calibrate", "--estimate", "--model", "nobody"), "no model 'nobody'"),
+        (("calibrate", "--estimate", "--task", "wrods"), "unknown task 'wrods'"),
         (("cells", "--part", ""), "part must be i/k, such as 1/4, got ''"),
         (("trace", "--out", "x", "--n", "0"), "n must be at least 1, got 0"),
         (("trace", "--out", "."), "out must name a file, got the folder '.'"),

@@ -12,9 +12,10 @@ import math
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from residualquant.errors import ResidualQuantError
-from residualquant.models.base import STOP_TOKENS, LoopedModel
+from residualquant.models.base import STOP_TOKENS, KVShape, LoopedModel
 from residualquant.models.huginn import Huginn, HuginnConfig
 from residualquant.models.ouro import Ouro, OuroConfig
 from residualquant.repro.paths import models_dir, parse_json, write_atomic
@@ -164,6 +165,25 @@ def _read_tokenizer(file: Path):
         return Tokenizer.from_file(str(file))
     except Exception as error:  # what tokenizers raises is a plain Exception
         raise ResidualQuantError(f"tokenizer.json of {file.parent.name} cannot be used: {error}") from error
+
+
+def read_kv_shape(name_or_path: str) -> tuple[KVShape, int]:
+    """KV shape and query heads of a checkpoint by its ``config.json`` alone: no weights are read, fetched or made.
+
+    Raises:
+        ResidualQuantError: no such model, or a config.json that cannot be used.
+    """
+    config = _read_config(model_folder(name_or_path, fetch=("config.json",)))
+    return kv_shape_of(config), config.num_attention_heads
+
+
+def kv_shape_of(config: OuroConfig | HuginnConfig) -> KVShape:
+    """KV shape of a model of ``config``, without making its layers."""
+    kind = ARCHITECTURES[config.model_type][1]
+    bare = kind.__new__(kind)
+    nn.Module.__init__(bare)
+    bare.config = config
+    return bare.kv_shape
 
 
 def load_model(
