@@ -15,6 +15,7 @@ from residualquant.evals.tasks import MOST_PROBLEMS, problem_of, problems
 from residualquant.inspect import inspect_trace
 from residualquant.models.loading import read_kv_shape
 from residualquant.repro import paths, table
+from residualquant.repro.labels import lines
 from residualquant.rotation.calibration import CalibrationSizes, calibrate, calibrated
 from residualquant.rotation.optr_h import OptRHSettings
 
@@ -215,6 +216,17 @@ def test_a_table_without_its_columns(tmp_path, monkeypatch, capsys):
         cli.main(["tables", "--profile", "full", "--only", "rotations"])
     err = capsys.readouterr().err
     assert "data/full/rotation_errors.csv is damaged" in err and err.count("\n") == 1
+
+
+@pytest.mark.parametrize("text", ["", "a,b\n1,2\n", "model,method\nmean,bf16\n", None])
+def test_damaged_numbers_of_the_paper(tmp_path, monkeypatch, text):
+    shutil.copytree(paths.paper_dir(), tmp_path / "data" / "paper")
+    monkeypatch.setenv("RESIDUALQUANT_HOME", str(tmp_path))
+    file = tmp_path / "data" / "paper" / "table2.csv"
+    file.write_bytes(b"\xff\xfe" if text is None else text.encode())
+    with pytest.raises(ResidualQuantError, match="data/paper") as caught:
+        lines.__wrapped__("table3")
+    assert "\n" not in str(caught.value)
 
 
 def test_odd_types_of_a_configuration():
