@@ -10,6 +10,7 @@ import contextlib
 import os
 import re
 import sys
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,13 +18,15 @@ from typing import Annotated, Literal
 
 import tyro
 
-from residualquant.errors import ResidualQuantError
+from residualquant.errors import ResidualQuantError, check_count
 
 Profile = Annotated[str, tyro.conf.arg(help="smoke (minutes), mini (2-core CPU), full (one GPU) or paper.")]
 Only = Annotated[tuple[str, ...], tyro.conf.arg(help="Labels to make, such as table2 figure1_left; all when empty.")]
 Bits = Annotated[
     tuple[int, ...] | None, tyro.conf.arg(help="Bits of each loop, such as 4 2 0 4; overrides the label's.")
 ]
+
+MOST_LOOPS = 1024  # of a loop group; a configuration lists every one of them
 
 
 @dataclass(frozen=True)
@@ -50,6 +53,8 @@ class KVOptions:
 
         changes = {k: v for k, v in vars(self).items() if v is not None and k != "loops"}
         loops = min(4, model_loops) if self.loops is None else self.loops
+        if loops > MOST_LOOPS:
+            raise ValueError(f"loops must be at most {MOST_LOOPS}, got {loops}")
         configs = [preset(label, loops, **({} if label == "BF16" else changes)) for label in labels]
         return list(dict.fromkeys(configs))
 
@@ -124,8 +129,9 @@ def evaluate(
     from residualquant.repro.records import finished_name
 
     for name, value in (("n", n), ("max_new_tokens", max_new_tokens)):
-        if value is not None and value < 1:  # before minutes of calibration
-            raise ValueError(f"{name} must be at least 1, got {value}")
+        if value is not None:
+            check_count(name, value)  # before minutes of calibration
+    _check_file("records", records)
     loaded = _load(task, model, device)
     configs = kv.configs(config, loaded.kv_shape.loops)
     learnt = _rotations(loaded, configs, task, rotations)
@@ -163,14 +169,19 @@ def _accuracy_row(model, config, cell, bf16) -> dict:
     return row
 
 
-def _load(task: str, model: str | None, device: str | None):
+def _model_name(task: str, model: str | None) -> str:
     """The model asked for, or the task's own."""
     from residualquant.evals.tasks import MODELS, TASKS
-    from residualquant.models import load_model
 
     if task not in TASKS:
         raise ValueError(f"unknown task {task!r}; known: {', '.join(TASKS)}")
-    return load_model(model or MODELS["ouro"][task], device=device)
+    return MODELS["ouro"][task] if model is None else model
+
+
+def _load(task: str, model: str | None, device: str | None):
+    from residualquant.models import load_model
+
+    return load_model(_model_name(task, model), device=device)
 
 
 def _rotations(model, configs, task: str, folder: Path | None) -> dict:
@@ -240,9 +251,8 @@ def inspect(
     from residualquant.repro.paths import runs_dir, show, write_atomic
     from residualquant.rotation.calibration import CALIBRATED, CalibrationSizes
 
-    for name, value in (("n", n), ("queries", queries)):
-        if value < 1:
-            raise ValueError(f"{name} must be at least 1, got {value}")
+    check_count("n", n)
+    check_count("queries", queries)
     if trace is None:
         loaded, sizes = _load(task, model, device), CalibrationSizes()
         seen = Traced.live(loaded, unseen_texts(loaded, task, sizes.fit, sizes.holdout, n), queries)
@@ -275,6 +285,7 @@ def calibrate(
     seed: int = 0,
     out: Path | None = None,
     device: str | None = None,
+    estimate: bool = False,
 ) -> None:
     """Fit the rotations of one KV configuration on training problems; an interrupted run goes on.
 
@@ -293,17 +304,28 @@ def calibrate(
         seed: Which of these problems are which, and the order in which they are drawn.
         out: Folder for calibrations, each in a folder of its own; data/runs/rotations when left out.
         device: cpu or cuda; the GPU where there is one when left out.
+        estimate: Only print what it would take in time and memory at the paper's sizes, without loading the model.
     """
     from residualquant.repro.paths import show
     from residualquant.rotation import calibration
 
-    loaded = _load(task, model, device)
+    if estimate:
+        from residualquant.bench.calibration import estimates
+
+        rows, how = estimates(_model_name(task, model))
+        _print_table(rows)
+        print(how)
+        return
+    begun, loaded = time.monotonic(), _load(task, model, device)
     (asked,) = kv.configs([config], loaded.kv_shape.loops)
     sizes = calibration.CalibrationSizes(fit, holdout, steps, seed)
     calibration.calibrated(loaded, asked, task, sizes, out)
     folder = calibration.artefact_folder(loaded, asked, task, sizes, out)
     _print_table(calibration.loss_table(folder))
-    print(f"{loaded.name}, {asked.label}: rotations in {show(folder)}; losses are of held-out problems")
+    print(
+        f"{loaded.name}, {asked.label}: rotations in {show(folder)}; losses are of held-out problems; "
+        f"{time.monotonic() - begun:.0f} s (--estimate: other models)"
+    )
 
 
 def trace(
@@ -345,11 +367,14 @@ def trace(
     from residualquant.repro.paths import show
     from residualquant.trace import Selection, write_trace
 
+    check_count("n", n)
+    _check_file("out", out)
     loaded = _load(task, model, device)
-    from_0 = (chosen and tuple(i - 1 for i in chosen) for chosen in (loops, layers))
-    keep = Selection(*from_0, edge=edge).resolve(loaded)
+    shape = loaded.kv_shape
+    chosen = _from_0("loops", loops, shape.loops), _from_0("layers", layers, shape.layers)
+    keep = Selection(*chosen, edge=edge).resolve(loaded)
     if text:
-        texts = [tokenizer_of(loaded).encode(file.read_text()).ids for file in text]
+        texts = [tokenizer_of(loaded).encode(_read_text(file)).ids for file in text]
         source = ", ".join(file.name for file in text)
     else:
         texts = training_texts(loaded, task, n, start, split)
@@ -357,6 +382,32 @@ def trace(
     with tqdm(total=len(texts), desc=f"trace {loaded.name}") as bar:
         write_trace(loaded, texts, out, keep, source, bar.update)
     print(f"{loaded.name}, {source}: {out.stat().st_size / 2**20:.1f} MiB in {show(out)}")
+
+
+def _check_file(name: str, path: Path | None) -> None:
+    """``path`` can be the name of a file to write."""
+    if path is not None and (not path.name or path.is_dir()):
+        raise ValueError(f"{name} must name a file, got the folder {str(path)!r}")
+
+
+def _from_0(name: str, chosen: tuple[int, ...] | None, count: int) -> tuple[int, ...] | None:
+    """Numbers from 1 as a user gives them, counted from 0."""
+    if chosen is None:
+        return None
+    if not chosen or not set(chosen) <= set(range(1, count + 1)) or len(set(chosen)) < len(chosen):
+        given = " ".join(map(str, chosen)) or "none"
+        raise ValueError(f"{name} must be different numbers from 1 to {count}, got {given}")
+    return tuple(i - 1 for i in chosen)
+
+
+def _read_text(file: Path) -> str:
+    try:
+        text = file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{file} is no text in UTF-8: {error.reason} at byte {error.start}") from error
+    if not text:
+        raise ValueError(f"{file} is empty: got 0 characters")
+    return text
 
 
 def serve(
@@ -434,7 +485,7 @@ def cells(
     from residualquant.repro.cells import compute_cells
 
     index = tuple(map(int, part.split("/"))) if part and re.fullmatch(r"\d+/\d+", part) else None
-    if part and not index:
+    if part is not None and not index:
         raise ValueError(f"part must be i/k, such as 1/4, got {part!r}")
     compute_cells(profile, models=models, tasks=tasks, part=index, score=score)
 
@@ -556,9 +607,18 @@ def main(argv: Sequence[str] | None = None) -> None:
             raise
         print(f"residualquant: {error}", file=sys.stderr)
         sys.exit(2)
+    except (MemoryError, RuntimeError) as error:  # torch raises a RuntimeError of its own for either kind of memory
+        if os.environ.get("RESIDUALQUANT_DEBUG") or not _is_out_of_memory(error):
+            raise
+        print(f"residualquant: out of memory: {str(error).split(chr(10))[0] or 'Python got no more'}", file=sys.stderr)
+        sys.exit(2)
     except KeyboardInterrupt:
         print("residualquant: interrupted; the same command goes on where it stopped", file=sys.stderr)
         sys.exit(130)
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    return isinstance(error, MemoryError) or bool(re.search("out of memory|allocate memory", str(error)))
 
 
 if __name__ == "__main__":

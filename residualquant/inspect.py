@@ -13,7 +13,7 @@ heads · H KV heads · G query heads per KV head · n queries · T tokens · D h
 
 from __future__ import annotations
 
-import json
+import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,12 +22,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from residualquant.attention import make_finite
+from residualquant.attention import count_unusable, make_finite
 from residualquant.cache import LayerRotations, RotationMap, loop_groups
 from residualquant.config import KVQuantConfig
-from residualquant.errors import ResidualQuantError
+from residualquant.errors import ResidualQuantError, check_count, check_type
 from residualquant.models.base import KVShape, LoopedModel
-from residualquant.repro.paths import show
+from residualquant.repro.paths import parse_json, show
 from residualquant.residual import decode, encode
 from residualquant.rotation import Rotation
 from residualquant.trace import FORMAT, Captured, collect
@@ -67,26 +67,32 @@ def inspect_trace(
 
     Raises:
         ValueError: no text, texts of different models, loops or rotations that do not fit, or queries below 1.
+
+    Warns:
+        RuntimeWarning: values that a cache replaces before coding, such as NaN: how many.
     """
-    if queries < 1:
-        raise ValueError(f"queries must be at least 1, got {queries}")
-    sums = None
+    check_count("queries", queries)
+    check_type("config", config, KVQuantConfig)
+    sums, replaced = None, 0
     for text in texts:
         loops, count, heads, _, dim = text.k.shape
         if sums is None:
             layers = list(range(count) if layers is None else layers)
-            if not layers or min(layers) < 0 or len(set(layers)) < len(layers):
-                raise ValueError(f"layers must be different numbers from 0, got {layers}")
+            _check_layers(layers)
             shape = KVShape(loops, max(layers) + 1, heads, dim)
             loop_groups(shape, config)
             basis = LayerRotations(config, shape, text.k.device, rotations)
             sums = _Sums.zeros(loops, len(layers), heads)
         if (loops, count, heads, dim) != (shape.loops, len(layers), shape.kv_heads, shape.head_dim):
             raise ValueError(f"texts must hold {len(layers)} layers of {shape}, got k of {list(text.k.shape)}")
+        replaced += sum(int(count_unusable(x)) for x in (text.q, text.k, text.v))
         for place, layer in enumerate(layers):
             _add_layer(sums, place, text, config.for_layer(layer), basis, layer, queries)
     if sums is None:
         raise ValueError("at least one text is needed, got none")
+    if replaced:
+        what = f"{replaced} values of q, k and v were NaN, infinite or beyond +-65504 and were replaced"
+        warnings.warn(what, RuntimeWarning, stacklevel=2)
     return _table(sums, config, layers)
 
 
@@ -126,23 +132,34 @@ class Traced:
         where = show(Path(path))
         try:
             file = safe_open(path, framework="pt")
-            about = json.loads((file.metadata() or {})["about"])
+            about = parse_json((file.metadata() or {})["about"])
             if about["format"] != FORMAT:
                 raise ValueError(f"its format is {about['format']!r}, this version reads {FORMAT}")
             shape, loops, layers = KVShape(**about["kv_shape"]), about["kept"]["loops"], list(about["kept"]["layers"])
-            names = file.keys()
-            count = sum(name.endswith(".k") for name in names)
+            _check_layers(layers)
+            count = sum(name.endswith(".k") for name in file.keys())  # noqa: SIM118
+            if not count:
+                raise ValueError("it holds no texts")
             for text in range(count):
-                sizes = [tuple(file.get_slice(f"{text}.{name}").get_shape()) for name in "qkv"]
-                _check_shapes(*sizes, (len(loops), len(layers)), shape)
+                slices = [file.get_slice(f"{text}.{name}") for name in "qkv"]
+                if {part.get_dtype() for part in slices} != {"BF16"}:
+                    raise ValueError(f"q, k and v must be BF16, got {', '.join(part.get_dtype() for part in slices)}")
+                _check_shapes(*(tuple(part.get_shape()) for part in slices), (len(loops), len(layers)), shape)
             if loops != list(range(shape.loops)):
                 held = ", ".join(str(loop + 1) for loop in loops)
                 raise ResidualQuantError(f"{where} holds loops {held} only, all {shape.loops} are needed")
             return cls(about["model"], about["weights"], shape, layers, _read_texts(file, count))
         except FileNotFoundError as error:
             raise ResidualQuantError(f"there is no trace {where}: `residualquant trace` makes one") from error
-        except (SafetensorError, OSError, KeyError, TypeError, ValueError, AttributeError) as error:
+        except KeyError as error:
+            raise ResidualQuantError(f"{where} is no trace: it lacks {error}") from error
+        except (SafetensorError, OSError, TypeError, ValueError, AttributeError) as error:
             raise ResidualQuantError(f"{where} is truncated or no trace: {error}") from error
+
+
+def _check_layers(layers: list) -> None:
+    if not layers or any(type(n) is not int or n < 0 for n in layers) or len(set(layers)) < len(layers):
+        raise ValueError(f"layers must be different numbers from 0, got {layers}")
 
 
 def _check_shapes(q: tuple, k: tuple, v: tuple, kept: tuple[int, int], shape: KVShape) -> None:

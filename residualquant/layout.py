@@ -27,8 +27,8 @@ def check_head_dim(cfg: KVQuantConfig, head_dim: int) -> None:
     Raises:
         ValueError: ``head_dim`` is not a positive multiple of 16, or not of some loop's group size in some layer.
     """
-    if head_dim <= 0 or head_dim % 16:
-        raise ValueError(f"head_dim must be a positive multiple of 16, got {head_dim}")
+    if not isinstance(head_dim, int) or head_dim <= 0 or head_dim % 16:
+        raise ValueError(f"head_dim must be a positive multiple of 16, got {head_dim!r}")
     for one in {cfg.for_layer(layer) for layer in (None, *dict(cfg.layer_bits))}:
         for loop, group_size in enumerate(one.group_sizes):
             if group_size is not None and head_dim % group_size:

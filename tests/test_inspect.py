@@ -164,7 +164,8 @@ def test_values_that_are_not_finite_spoil_nothing_else():
     x = text()
     good = inspect_trace([x], preset("INT2 g=32"))
     x.v[0, 0, 0, 3, 5] = x.q[0, 0, 0, 1, 2] = torch.nan
-    bad = inspect_trace([x], preset("INT2 g=32"))
+    with pytest.warns(RuntimeWarning, match="^2 values of q, k and v were NaN"):
+        bad = inspect_trace([x], preset("INT2 g=32"))
     assert bad[list(MEASURES)].notna().all(axis=None)
     other = (bad.layer == 2) | (bad["head"] == 2)
     pd.testing.assert_frame_equal(bad[other], good[other])
@@ -248,7 +249,12 @@ HARM = {
     "cut": (lambda p: p.write_bytes(p.read_bytes()[:-1]), "is truncated or no trace"),
     "text": (lambda p: p.write_text("notes"), "is truncated or no trace"),
     "a folder": (lambda p: (p.unlink(), p.mkdir()), "is truncated or no trace"),
-    "other tensors": (lambda p: save_file({"x": torch.ones(1)}, p), "is truncated or no trace: 'about'"),
+    "other tensors": (lambda p: save_file({"x": torch.ones(1)}, p), "is no trace: it lacks 'about'"),
+    "no shapes": (lambda p: save_file({"x": torch.ones(1)}, p, {"about": '{"format": 1}'}), "lacks 'kv_shape'"),
+    "no texts": (lambda p: write(p, []), "it holds no texts"),
+    "FP32": (lambda p: write(p, [SimpleNamespace(**vars(text()) | {"v": text().v.float()})]), "got BF16, BF16, F32"),
+    "layers below 0": (lambda p: write(p, [text()], layers=(-1, 0)), r"different numbers from 0, got \[-1, 0\]"),
+    "layers of words": (lambda p: write(p, [text()], layers=("a", "b")), r"numbers from 0, got \['a', 'b'\]"),
     "no JSON": (lambda p: save_file({"x": torch.ones(1)}, p, {"about": "{"}), "is truncated or no trace"),
     "a list": (lambda p: save_file({"x": torch.ones(1)}, p, {"about": "[]"}), "is truncated or no trace"),
     "format": (lambda p: write(p, [text()], format=9), "its format is 9, this version reads 1"),

@@ -1,6 +1,7 @@
 """Notebooks: no logic in them, strict parameters, the right kernel, and all or nothing on disk."""
 
 import ast
+import json
 import shutil
 
 import nbformat
@@ -126,9 +127,11 @@ def test_a_damaged_notebook_is_one_sentence(home):
     path = write(home, "90_bad", ["n = 1"])
     with pytest.raises(ResidualQuantError, match="one cell tagged 'parameters', it has 0"):
         notebooks.parameters_of(path)
-    path.write_text(path.read_text()[:50])
-    with pytest.raises(ResidualQuantError, match=r"90_bad\.ipynb is not a readable notebook"):
-        notebooks.parameters_of(path)
+    old = json.dumps({"nbformat": "x", "cells": []})
+    for text in (path.read_text()[:50], "", "[]", "5", "[" * 100_000, '{"nbformat": 4, "nbformat_minor": 5}', old):
+        path.write_text(text)
+        with pytest.raises(ResidualQuantError, match=r"90_bad\.ipynb is not a readable notebook"):
+            notebooks.parameters_of(path)
 
 
 def test_the_command_line_says_one_sentence(capsys):

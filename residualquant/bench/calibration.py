@@ -1,6 +1,9 @@
-"""Time and memory to calibrate OptR-H for Ouro-1.4B, from one layer at its real shape and full number of texts::
+"""What calibrating OptR-H takes: one layer of Ouro-1.4B's shape on a GPU, a whole mini on a CPU, estimates of others::
 
-    python -m residualquant.bench.calibration [data/h200/calibration.json]
+    python -m residualquant.bench.calibration
+
+writes ``data/h200/calibration.json`` where there is a GPU, else ``data/bench/calibration.json``; ``residualquant
+calibrate --estimate`` reads both.
 
 A layer's work does not depend on the other layers, so the whole model takes at most that of one layer times their
 number; the forward passes that capture the layers' states come on top, one per text and pass. Random states will do:
@@ -10,21 +13,29 @@ nothing in the work depends on the values.
 from __future__ import annotations
 
 import json
-import sys
+import tempfile
 import time
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
+from tabulate import tabulate
 
 from residualquant.config import KVQuantConfig, preset
+from residualquant.errors import ResidualQuantError
+from residualquant.models.base import KVShape
+from residualquant.models.loading import kv_shape_of, load_model, read_kv_shape
 from residualquant.models.ouro import OuroConfig
-from residualquant.repro.paths import write_atomic
+from residualquant.repro.paths import data_dir, parse_json, shipped_data_dir, show, write_atomic
 from residualquant.repro.provenance import provenance
+from residualquant.rotation.calibration import PAPER_SIZES, CalibrationSizes, artefact_folder, calibrated
 from residualquant.rotation.optr_h import PAPER_SETTINGS, OptRHSettings, fit_optr_h, gram_of
 from residualquant.rotation.states import States
+from residualquant.trace import captured_bytes
 
 EXAMPLES, TOKENS = 128, 400  # texts to fit with, and as many to choose with; tokens of each
+CONFIG = preset("INT2/4 g=32", rotation="optr_h")
 
 
 @dataclass(frozen=True)
@@ -43,20 +54,11 @@ class Cost:
     peak_bytes: int | None
     layers: int
 
-    def describe(self) -> str:
-        """Two sentences for a reader."""
-        peak = "" if self.peak_bytes is None else f", {self.peak_bytes / 2**30:.1f} GiB at the peak"
-        return (
-            f"One layer: {self.seconds:.1f} s, {self.state_bytes / 2**30:.1f} GiB of Q, K and V{peak}. "
-            f"The whole model, {self.layers} layers one at a time: {self.layers * self.seconds / 60:.1f} minutes of "
-            f"fitting, in the same memory."
-        )
-
 
 def measure(
     device: str | torch.device,
     model: OuroConfig = OuroConfig(),  # noqa: B008
-    cfg: KVQuantConfig = preset("INT2/4 g=32", rotation="optr_h"),  # noqa: B008
+    cfg: KVQuantConfig = CONFIG,
     examples: int = EXAMPLES,
     tokens: int = TOKENS,
     settings: OptRHSettings = PAPER_SETTINGS,
@@ -92,36 +94,129 @@ def measure(
     )
 
 
-def record(path: str | Path, device: str = "cuda", examples: int = EXAMPLES) -> Cost:
+def record(path: str | Path, device: str = "cuda") -> dict:
     """:func:`measure` one layer of Ouro-1.4B and keep the result as JSON, with machine, versions and protocol."""
-    cost = measure(device, examples=examples)
+    cost = measure(device)
+    what = "OptR-H, K and V of one layer of Ouro-1.4B's shape on random states, one run after a warm-up"
     kept = {
         "seconds_per_layer": round(cost.seconds, 2),
         "estimated_seconds": round(cost.seconds * cost.layers, 1),
         "state_gib": round(cost.state_bytes / 2**30, 2),
         "peak_gib": cost.peak_bytes and round(cost.peak_bytes / 2**30, 2),
         "layers": cost.layers,
-        "protocol": {
-            "what": "OptR-H, K and V of one layer of Ouro-1.4B's shape on random states, one run after a warm-up",
-            "config": preset("INT2/4 g=32", rotation="optr_h").to_dict(),
-            "settings": asdict(PAPER_SETTINGS),
-            "fit_texts": examples,
-            "held_out": examples,
-            "tokens": TOKENS,
-        },
+        "protocol": _protocol(what, EXAMPLES, EXAMPLES, PAPER_SETTINGS) | {"tokens": TOKENS},
         "provenance": provenance(device),
     }
     write_atomic(Path(path), json.dumps(kept, indent=1) + "\n")
-    return cost
+    return kept
 
 
-def main(path: str | None = None) -> None:
-    """Measure on the GPU where there is one; on a CPU with a sixteenth of the texts, which says so."""
-    device, examples = ("cuda", EXAMPLES) if torch.cuda.is_available() else ("cpu", EXAMPLES // 16)
-    print(f"{device}: Ouro-1.4B, {examples} + {examples} texts of {TOKENS} tokens (the paper has {EXAMPLES})")
-    cost = record(path, device, examples) if path else measure(device, examples=examples)
-    print(cost.describe())
+def record_mini(path: str | Path, sizes: CalibrationSizes = PAPER_SIZES) -> dict:
+    """Calibrate Mini-Ouro on the CPU, from nothing to the artefact, and keep what it took as JSON.
+
+    ``cpu_seconds`` are those of all threads: with one thread about the wall time of an idle core, whatever else the
+    machine does.
+    """
+    loaded = load_model("mini-ouro-maths", device="cpu")
+    with tempfile.TemporaryDirectory() as folder:
+        wall, cpu = time.perf_counter(), time.process_time()
+        calibrated(loaded, CONFIG, "words", sizes, folder)
+        wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
+        made = artefact_folder(loaded, CONFIG, "words", sizes, folder)
+        fitting = json.loads((made / "calibration.json").read_text())["seconds"]
+    settings = OptRHSettings(steps=sizes.steps, seed=sizes.seed)
+    kept = {
+        "model": loaded.name,
+        "cpu_seconds": round(cpu, 1),
+        "seconds": round(wall, 1),
+        "fitting_seconds": round(fitting, 1),
+        "layers": loaded.kv_shape.layers,
+        "protocol": _protocol("OptR-H, all layers, capturing included, one run", sizes.fit, sizes.holdout, settings),
+        "provenance": provenance("cpu"),
+    }
+    write_atomic(Path(path), json.dumps(kept, indent=1) + "\n")
+    return kept
+
+
+def _protocol(what: str, fit: int, holdout: int, settings: OptRHSettings) -> dict:
+    return {
+        "what": what,
+        "config": CONFIG.to_dict(),
+        "settings": asdict(settings),
+        "fit_texts": fit,
+        "held_out": holdout,
+    }
+
+
+def estimates(model: str) -> tuple[list[dict], str]:
+    """What calibrating ``model`` takes at most on the GPU of the record, Ouro-1.4B beside it; and how that is known.
+
+    Memory and time are in proportion to a layer's queries, keys and values, but a layer with fewer than that of the
+    record is not taken to be faster. No weights are read.
+
+    Args:
+        model: a shipped model's name, a folder or a hub id.
+
+    Raises:
+        ResidualQuantError: no such model, or no record.
+    """
+    kept, mini = _read("h200", "calibration.json"), _read("bench", "calibration.json")
+    ouro = OuroConfig()
+    shapes = {model: read_kv_shape(model), "Ouro-1.4B": (kv_shape_of(ouro), ouro.num_attention_heads)}
+    rows = [_estimate(name, *shape, kept) for name, shape in shapes.items()]
+    here = mini["provenance"]
+    return rows, (
+        f"At most, on one {kept['provenance']['gpu']}: OptR-H, {_sizes(kept)} of {kept['protocol']['tokens']} tokens; "
+        "a forward pass per text comes on top, once for as many layers as fit the memory.\n"
+        f"Measured: {mini['model']}, {_sizes(mini)}, everything included: {mini['cpu_seconds']:.0f} s of CPU time on "
+        f"{here['threads']} of {here['cores']} cores ({here['cpu']})."
+    )
+
+
+def _sizes(kept: Mapping) -> str:
+    protocol = kept["protocol"]
+    return f"{protocol['settings']['steps']} steps on {protocol['fit_texts']} + {protocol['held_out']} texts"
+
+
+def _read(*place: str) -> dict:
+    file = shipped_data_dir(*place)
+    try:
+        return parse_json(file.read_bytes())
+    except (OSError, ValueError) as error:
+        raise ResidualQuantError(f"{show(file)} cannot be read: {error}") from error
+
+
+def _estimate(name: str, shape: KVShape, query_heads: int, kept: Mapping) -> dict:
+    """One row: a layer's states at the sizes of the record, and time and memory in proportion to them."""
+    protocol = kept["protocol"]
+    texts = [range(protocol["tokens"])] * (protocol["fit_texts"] + protocol["held_out"])
+    state = captured_bytes(shape, query_heads, texts, protocol["settings"]["queries"]) / 2**30
+    share = state / kept["state_gib"]
+    seconds = max(1.0, share) * kept["seconds_per_layer"]
+    return {
+        "model": name,
+        "loops": shape.loops,
+        "layers": shape.layers,
+        "KV heads": shape.kv_heads,
+        "head dim": shape.head_dim,
+        "Q, K, V of a layer": f"{state:.2f} GiB",
+        "peak": f"{share * kept['peak_gib']:.1f} GiB",
+        "a layer": f"{seconds:.1f} s",
+        "all layers": f"{shape.layers * seconds / 60:.1f} min",
+    }
+
+
+def main() -> None:
+    """Measure what this machine can: a layer of Ouro-1.4B on a GPU, Mini-Ouro without one."""
+    if torch.cuda.is_available():
+        path = data_dir("h200") / "calibration.json"
+        record(path)
+    else:
+        path = data_dir("bench") / "calibration.json"
+        record_mini(path)
+    rows, how = estimates("mini-ouro-maths")
+    print(tabulate(rows, headers="keys", disable_numparse=True), how, f"wrote {show(path)}", sep="\n")
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:2])
+    main()

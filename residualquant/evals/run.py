@@ -14,7 +14,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from residualquant.errors import ResidualQuantError
+from residualquant.config import KVQuantConfig
+from residualquant.errors import ResidualQuantError, check_count, check_type
 from residualquant.evals.tasks import TASKS_VERSION, Problem, frozen, problem_of, problems
 from residualquant.repro.paths import show
 from residualquant.repro.provenance import method_hash, provenance
@@ -22,7 +23,6 @@ from residualquant.repro.records import SCHEMA, Answer, Cell, Writer
 
 if TYPE_CHECKING:
     from residualquant.cache import RotationMap
-    from residualquant.config import KVQuantConfig
     from residualquant.engine import Completion
     from residualquant.models.base import LoopedModel
 
@@ -117,6 +117,10 @@ def evaluate(
     from residualquant.engine import check_request
 
     _check_model(model, n)
+    if max_new_tokens is not None:
+        check_count("max_new_tokens", max_new_tokens)
+    check_type("configs", configs, Sequence)
+    check_type("rotations", rotations or {}, Mapping)
     rotations = dict(rotations or {})
     _check_configs(model, configs, rotations)
     chosen = problems(task, n, family=model.family)
@@ -163,8 +167,7 @@ def _say_what_is_there(writer: Writer, cells: Sequence[Cell], progress: bool) ->
 
 def _check_model(model: LoopedModel, n: int) -> None:
     """It can be asked ``n`` problems."""
-    if n < 1:
-        raise ValueError(f"n must be at least 1, got {n}")
+    check_count("n", n)
     if model.tokenizer is None:
         raise ResidualQuantError(f"the model {model.name} has no tokenizer.json beside its weights")
     if not model.stop_ids:
@@ -179,6 +182,7 @@ def _check_configs(model: LoopedModel, configs: Sequence[KVQuantConfig], rotatio
 
     codecs = set()
     for index, config in enumerate(configs):
+        check_type("a configuration", config, KVQuantConfig)
         loop_groups(model.kv_shape, config)
         wanted = config.rotation in CALIBRATED and not config.is_off
         if wanted and index not in rotations:

@@ -12,11 +12,13 @@ import math
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from residualquant.errors import ResidualQuantError
-from residualquant.models.base import STOP_TOKENS, LoopedModel
+from residualquant.models.base import STOP_TOKENS, KVShape, LoopedModel
 from residualquant.models.huginn import Huginn, HuginnConfig
 from residualquant.models.ouro import Ouro, OuroConfig
+from residualquant.repro.paths import models_dir, parse_json, write_atomic
 
 # model_type of config.json: configuration, model, and the published class's name
 ARCHITECTURES = {
@@ -29,35 +31,33 @@ HUB_REVISIONS = {
     "tomg-group-umd/huginn-0125": "bb6621b65e90b6a4b9b29ef88dc83866d450470c",
 }
 
+WHOLE_CHECKPOINT = ("*.safetensors", "*.json", "tokenizer*")
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
-def model_folder(name_or_path: str) -> Path:
+def model_folder(name_or_path: str, fetch: tuple[str, ...] = WHOLE_CHECKPOINT) -> Path:
     """Folder of a checkpoint: a path, the name of a model shipped under ``data/models``, or a hub id.
+
+    Args:
+        fetch: which files to fetch of a checkpoint on the hub.
 
     Raises:
         ResidualQuantError: nothing of that name is here, or the hub cannot be reached.
     """
-    from residualquant.repro.paths import models_dir
-
     for folder in (Path(name_or_path), models_dir() / name_or_path):
         if (folder / "config.json").is_file():
             return folder
     if name_or_path.count("/") == 1 and not name_or_path.startswith((".", "/")):
-        return _download(name_or_path)
+        return _download(name_or_path, fetch)
     shipped = sorted(p.parent.name for p in models_dir().glob("*/config.json"))
     raise ResidualQuantError(f"no model {name_or_path!r}: give a folder with config.json, or one of {shipped}")
 
 
-def _download(repo: str) -> Path:
+def _download(repo: str, files: tuple[str, ...]) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(
-            snapshot_download(
-                repo, revision=HUB_REVISIONS.get(repo), allow_patterns=["*.safetensors", "*.json", "tokenizer*"]
-            )
-        )
+        return Path(snapshot_download(repo, revision=HUB_REVISIONS.get(repo), allow_patterns=list(files)))
     except Exception as error:  # the hub client raises many kinds; all mean the same to the user
         raise ResidualQuantError(f"the checkpoint {repo!r} could not be fetched from the hub: {error}") from error
 
@@ -72,10 +72,13 @@ def _read_weights(folder: Path) -> tuple[dict[str, torch.Tensor], str]:
     weights: dict[str, torch.Tensor] = {}
     for file in files:
         try:
-            weights |= load_file(file)
+            found = load_file(file)
         except (SafetensorError, OSError, ValueError) as error:
             what = f"{file.name} in {folder.name} is truncated or not safetensors"
             raise ResidualQuantError(f"{what}: {error}") from error
+        if twice := sorted(found.keys() & weights.keys()):
+            raise ResidualQuantError(f"{folder.name} holds {twice[0]} in two files, {file.name} and one before it")
+        weights |= found
     return weights, weights_hash(folder)
 
 
@@ -90,20 +93,22 @@ def weights_hash(folder: Path) -> str:
 
 def _read_config(folder: Path) -> OuroConfig | HuginnConfig:
     try:
-        values = json.loads((folder / "config.json").read_text())
-        if values.get("model_type") not in ARCHITECTURES:
-            raise ValueError(f"model_type is {values.get('model_type')!r}, expected one of {sorted(ARCHITECTURES)}")
-        config = ARCHITECTURES[values["model_type"]][0].from_dict(values)
-        _check_numbers(config)
-    except (ValueError, TypeError, AttributeError, ZeroDivisionError) as error:
+        values = parse_json((folder / "config.json").read_bytes())
+        kind = values.get("model_type")
+        if not isinstance(kind, str) or kind not in ARCHITECTURES:
+            raise ValueError(f"model_type is {kind!r}, expected one of {sorted(ARCHITECTURES)}")
+        _check_numbers(values, ARCHITECTURES[kind][0]())
+        return ARCHITECTURES[kind][0].from_dict(values)
+    except (OSError, ValueError) as error:
         raise ResidualQuantError(f"config.json of {folder.name} cannot be used: {error}") from error
-    return config
 
 
-def _check_numbers(config: OuroConfig | HuginnConfig) -> None:
-    """Raises ValueError where a number of config.json is no number that a model can have."""
-    for name, value in vars(config).items():
-        kind = type(getattr(type(config)(), name))
+def _check_numbers(values: dict, known: OuroConfig | HuginnConfig) -> None:
+    """Raises ValueError where a number of config.json is none that a model can have; ``known`` has the right types."""
+    for name in vars(known).keys() & values.keys():
+        value, kind = values[name], type(getattr(known, name))
+        if value is None:  # stands for the default
+            continue
         if kind is int and (type(value) is not int or value < 1):
             raise ValueError(f"{name} must be a positive integer, got {value!r}")
         if kind is float and (type(value) not in (int, float) or not 0 < value < math.inf):
@@ -146,7 +151,7 @@ def _checked(model: LoopedModel, weights: dict[str, torch.Tensor], name: str) ->
 def _device(name: str | torch.device) -> torch.device:
     try:
         device = torch.device(name)
-    except RuntimeError:
+    except (RuntimeError, TypeError):
         device = None
     if device is None or device.type not in ("cpu", "cuda"):
         raise ValueError(f"device must be cpu or cuda, got {name!r}")
@@ -162,6 +167,25 @@ def _read_tokenizer(file: Path):
         raise ResidualQuantError(f"tokenizer.json of {file.parent.name} cannot be used: {error}") from error
 
 
+def read_kv_shape(name_or_path: str) -> tuple[KVShape, int]:
+    """KV shape and query heads of a checkpoint by its ``config.json`` alone: no weights are read, fetched or made.
+
+    Raises:
+        ResidualQuantError: no such model, or a config.json that cannot be used.
+    """
+    config = _read_config(model_folder(name_or_path, fetch=("config.json",)))
+    return kv_shape_of(config), config.num_attention_heads
+
+
+def kv_shape_of(config: OuroConfig | HuginnConfig) -> KVShape:
+    """KV shape of a model of ``config``, without making its layers."""
+    kind = ARCHITECTURES[config.model_type][1]
+    bare = kind.__new__(kind)
+    nn.Module.__init__(bare)
+    bare.config = config
+    return bare.kv_shape
+
+
 def load_model(
     name_or_path: str = "mini-ouro-maths",
     device: str | torch.device | None = None,
@@ -175,13 +199,15 @@ def load_model(
         dtype: BF16 on a GPU and FP32 on a CPU when None. (K and V are rounded to BF16 by the cache either way.)
 
     Raises:
-        ValueError: ``device`` names no kind of device.
+        ValueError: ``device`` names no kind of device, or ``dtype`` is none that a model can compute in.
         ResidualQuantError: no such model; a truncated, foreign or non-finite checkpoint; no GPU where one was asked.
     """
     device = _device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ResidualQuantError("device 'cuda' was asked for, but no CUDA GPU is visible here")
     dtype = dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype must be one of {', '.join(map(str, DTYPES))}, got {dtype!r}")
     folder = model_folder(str(name_or_path))
     config = _read_config(folder)
     weights, weights_hash = _read_weights(folder)
@@ -204,8 +230,6 @@ def save_model(model: LoopedModel, folder: str | Path, tokenizer=None) -> Path:
         ResidualQuantError: the disk is full or the folder cannot be written; no partial file is left.
     """
     from safetensors.torch import save
-
-    from residualquant.repro.paths import write_atomic
 
     folder = Path(folder)
     weights = {k: v.detach().to("cpu", torch.bfloat16).contiguous() for k, v in model.state_dict().items()}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 from residualquant.repro import paths
@@ -51,11 +50,11 @@ def _models() -> list[str]:
 def _describe(file: Path) -> str:
     """Kind, shape and size of the checkpoint whose ``config.json`` is ``file``."""
     try:
-        values = json.loads(file.read_text())
+        values = paths.parse_json(file.read_bytes())
         shape = [f"{values[key]} {word}" for key, word in _SHAPE.items() if key in values]
         kind = values.get("model_type", "unknown kind")
         size = sum(f.stat().st_size for f in file.parent.glob("*.safetensors")) / 2**20
-    except (OSError, ValueError, RecursionError, AttributeError, TypeError) as error:
+    except (OSError, ValueError) as error:
         return f"config.json cannot be read ({error})"
     return ", ".join([str(kind), *shape, f"{size:.1f} MiB"])
 

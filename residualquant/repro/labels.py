@@ -11,7 +11,9 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from residualquant.config import KVQuantConfig, preset
+from residualquant.errors import ResidualQuantError
 from residualquant.repro.paper import printed
+from residualquant.repro.paths import paper_dir, show
 
 LABELS = ("table2", "figure1_left", "table3", "table4", "table5", "table8", "table9")
 BF16 = preset("BF16")
@@ -128,9 +130,18 @@ def lines(label: str) -> tuple[Line, ...]:
 
     Raises:
         ValueError: not one of ``LABELS``.
+        ResidualQuantError: the paper's numbers are damaged.
     """
     if label not in LABELS:
         raise ValueError(f"no accuracy table {label!r}; known: {', '.join(LABELS)}")
+    try:
+        return _lines(label)
+    except (LookupError, ValueError, StopIteration) as error:
+        where = show(paper_dir())
+        raise ResidualQuantError(f"the paper's numbers for {label}, in {where}, are damaged: {error!r}") from error
+
+
+def _lines(label: str) -> tuple[Line, ...]:
     if label == "table2":
         order = [(f, b) for f in FAMILIES for b in BENCHMARKS]
         return tuple(sorted(_table2(), key=lambda line: order.index((line.family, line.benchmark))))

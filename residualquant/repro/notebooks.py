@@ -53,8 +53,9 @@ def parameters_of(path: Path) -> dict[str, Any]:
     import nbformat
 
     try:
+        paths.parse_json(path.read_bytes())
         cells = nbformat.read(path, as_version=4).cells
-    except (nbformat.reader.NotJSONError, nbformat.ValidationError, AttributeError, OSError) as error:
+    except (ValueError, nbformat.ValidationError, OSError) as error:
         raise ResidualQuantError(f"{paths.show(path)} is not a readable notebook: {error}") from error
     tagged = [cell for cell in cells if "parameters" in cell.metadata.get("tags", [])]
     if len(tagged) != 1:

@@ -39,9 +39,12 @@ def printed(label: str) -> list[dict[str, str]]:
     file = _file(label)
     try:
         with file.open(newline="") as lines:
-            return list(csv.DictReader(lines))
-    except OSError as error:
+            rows = list(csv.DictReader(lines))
+    except (OSError, UnicodeDecodeError) as error:
         raise ResidualQuantError(f"{show(file)} could not be read: {error}") from error
+    if not rows:
+        raise ResidualQuantError(f"{show(file)} holds no numbers")
+    return rows
 
 
 def _file(label: str) -> Path:

@@ -7,9 +7,11 @@ models, the notebooks, the committed records — are looked for there first and 
 
 from __future__ import annotations
 
+import json
 import os
 import tempfile
 from pathlib import Path
+from typing import Any
 
 from residualquant.errors import ResidualQuantError
 
@@ -17,8 +19,14 @@ PACKAGE = Path(__file__).resolve().parents[1]
 
 
 def workspace() -> Path:
-    """The folder that outputs are written under (see the module's text)."""
+    """The folder that outputs are written under (see the module's text).
+
+    Raises:
+        ResidualQuantError: ``RESIDUALQUANT_HOME`` names something else than a folder.
+    """
     if home := os.environ.get("RESIDUALQUANT_HOME"):
+        if os.path.exists(home) and not os.path.isdir(home):
+            raise ResidualQuantError(f"RESIDUALQUANT_HOME must name a folder, got the file {home}")
         return Path(home)
     checkout = PACKAGE.parent
     return checkout if (checkout / "pyproject.toml").is_file() else Path.cwd()
@@ -103,6 +111,21 @@ def paper_dir() -> Path:
 def notebooks_dir() -> Path:
     """``notebooks``: one notebook per label of the paper, stripped of outputs."""
     return _shipped("notebooks")
+
+
+def parse_json(text: str | bytes) -> dict[str, Any]:
+    """The object that a JSON text holds.
+
+    Raises:
+        ValueError: it is no JSON, nested beyond reason, or holds something else than an object.
+    """
+    try:
+        found = json.loads(text)
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"it must hold an object, got {type(found).__name__}")
+    return found
 
 
 def write_atomic(path: Path, content: str | bytes) -> bool:

@@ -201,6 +201,6 @@ def profile_of(profile: str | Profile) -> Profile:
     """
     if isinstance(profile, Profile):
         return profile
-    if profile not in PROFILES:
+    if not isinstance(profile, str) or profile not in PROFILES:
         raise ValueError(f"unknown profile {profile!r}; known: {', '.join(PROFILES)}")
     return PROFILES[profile]

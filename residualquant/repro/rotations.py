@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 ROTATIONS = ("hadamard", "oscar", "optr_h")
 BENCHMARK = "math500"  # whose stand-in's model and training problems are used
 MOST_TEXTS = 64
+COLUMNS = ("model", "rotation", "config", "reference", "layer", "loop_group", "of", "head", "error", "n", "split")
 
 
 def rotation_errors_of(profile: str | Profile, compute: bool = False) -> pd.DataFrame:
@@ -40,7 +41,7 @@ def rotation_errors_of(profile: str | Profile, compute: bool = False) -> pd.Data
     if not file.is_file():
         raise ResidualQuantError(f"{paths.show(file)} is missing: `make reproduce PROFILE={profile.name}` makes it")
     try:
-        return pd.read_csv(file).drop(columns="key")
+        return pd.read_csv(file)[list(COLUMNS)]
     except (OSError, ValueError, KeyError) as error:
         raise ResidualQuantError(f"{paths.show(file)} is damaged: {error}") from error
 

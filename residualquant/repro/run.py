@@ -52,10 +52,8 @@ def run_lock(profile: str) -> Lock:
 def read_marker(profile: str) -> dict:
     """What is known of the profile's last run: {"state": "never" | "starting" | "running" | "finished", ...}."""
     try:
-        marker = json.loads(marker_path(profile).read_text())
+        marker = paths.parse_json(marker_path(profile).read_bytes())
     except (OSError, ValueError):
-        return {"state": "never"}
-    if not isinstance(marker, dict):
         return {"state": "never"}
     needed = _MARKER_FIELDS.get(str(marker.get("state")))
     return {"state": "never"} if needed is None or not needed <= marker.keys() else marker

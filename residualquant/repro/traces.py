@@ -58,11 +58,11 @@ class Trace:
         """
         from safetensors import SafetensorError, safe_open
 
-        from residualquant.repro.paths import show
+        from residualquant.repro.paths import parse_json, show
 
         try:
             with safe_open(path, framework="pt") as file:
-                about = json.loads(file.metadata()["about"])
+                about = parse_json(file.metadata()["about"])
                 return cls(file.get_tensor("k").float(), **about)
         except FileNotFoundError as error:
             raise ResidualQuantError(f"{show(Path(path))} is missing: run the profile first") from error

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from residualquant.cache import RotationMap
 from residualquant.config import KVQuantConfig
-from residualquant.errors import ResidualQuantError
-from residualquant.repro.paths import show, write_atomic
+from residualquant.errors import ResidualQuantError, check_type
+from residualquant.repro.paths import parse_json, show, write_atomic
 from residualquant.rotation import Rotation
 from residualquant.rotation.optr_h import Fit
 from residualquant.rotation.states import Unit
@@ -34,6 +34,7 @@ ROTATIONS_FILE, ABOUT_FILE = "rotations.safetensors", "calibration.json"
 
 def comparable(cfg: KVQuantConfig) -> dict:
     """What of a configuration a rotation depends on: BF16 windows do not count."""
+    check_type("a configuration", cfg, KVQuantConfig)
     return replace(cfg, sink_tokens=0, recent_tokens=0).to_dict()
 
 
@@ -96,12 +97,12 @@ class Artefact:
         from safetensors import SafetensorError, safe_open
 
         try:
-            about = json.loads((folder / ABOUT_FILE).read_text())
+            about = parse_json((folder / ABOUT_FILE).read_bytes())
             with safe_open(folder / ROTATIONS_FILE, framework="pt") as file:
                 same = (file.metadata() or {}).get("calibration") == _fingerprint(about)
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
             known = {name: x for name, x in tensors.items() if name.rsplit(".", 2)[0] in about["losses"]}
-        except FileNotFoundError as error:
+        except (FileNotFoundError, NotADirectoryError) as error:
             raise ResidualQuantError(f"{show(folder)} holds no calibration: run `residualquant calibrate`") from error
         except (SafetensorError, OSError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
             raise ResidualQuantError(f"the calibration in {show(folder)} is damaged: {error}") from error

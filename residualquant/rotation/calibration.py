@@ -23,12 +23,14 @@ from torch import Tensor
 
 from residualquant.cache import RotationMap, loop_groups
 from residualquant.config import KVQuantConfig
+from residualquant.errors import check_count
 from residualquant.models.base import LoopedModel
 from residualquant.rotation.artefact import FORMAT, Artefact, comparable, load_rotations, loss_table
 from residualquant.rotation.optr_h import (
     PAPER_SETTINGS,
     Fit,
     OptRHSettings,
+    check_seed,
     fit_optr_h,
     gram_of,
     hadamard_start,
@@ -77,8 +79,8 @@ class CalibrationSizes:
 
     def __post_init__(self) -> None:
         for name, least in (("fit", 1), ("holdout", 1), ("steps", 0)):
-            if getattr(self, name) < least:
-                raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)!r}")
+            check_count(name, getattr(self, name), least)
+        check_seed(self.seed)
 
 
 PAPER_SIZES = CalibrationSizes()
@@ -190,10 +192,11 @@ def calibrate(
 
     if not fit_texts or not held_out:
         raise ValueError(f"texts to fit and to choose with are needed, got {len(fit_texts)} and {len(held_out)}")
+    _check_ids(model, [*fit_texts, *held_out])
     jobs = []
     for folder, cfg in configs.items():
-        groups = _check_config(model, cfg)
         identity = _identity(model, cfg, fit_texts, held_out, task, settings)
+        groups = _check_config(model, cfg)
         artefact = Artefact.resume(Path(folder), identity, str(model.device))
         units = {(group, layer) for layer in range(model.kv_shape.layers) for group in range(groups)}
         jobs.append(_Job(cfg, artefact, units - artefact.units))
@@ -235,6 +238,15 @@ def _keep_freed_memory() -> None:
         libc = ctypes.CDLL(None)
         libc.mallopt(M_TRIM_THRESHOLD, 2**30)
         libc.mallopt(M_MMAP_THRESHOLD, 2**25)
+
+
+def _check_ids(model: LoopedModel, texts: Texts) -> None:
+    """Texts of the model's token ids, none of them empty."""
+    known = range(model.config.vocab_size)
+    for ids in texts:
+        if not len(ids) or (foreign := next((i for i in ids if i not in known), None)) is not None:
+            what = f"got {foreign!r}" if len(ids) else "got an empty one"
+            raise ValueError(f"texts must hold token ids from 0 to {len(known) - 1}, {what}")
 
 
 def _check_config(model: LoopedModel, cfg: KVQuantConfig) -> int:

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from residualquant.config import KVQuantConfig
+from residualquant.errors import check_count, check_type
 from residualquant.rotation.hadamard import hadamard_matrix
 from residualquant.rotation.recoding import fixed_means, recode
 from residualquant.rotation.states import BATCH_VALUES, LAST_QUERIES, States, attend, batch, batches, tokens_of
@@ -42,13 +43,19 @@ class OptRHSettings:
     """Of the order in which texts are drawn."""
 
     def __post_init__(self) -> None:
-        for name in ("batch", "queries", "check_every"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)!r}")
-        if self.steps < 0 or not self.learning_rate > 0:
-            raise ValueError(
-                f"steps must not be negative and learning_rate above 0, got {self.steps!r} and {self.learning_rate!r}"
-            )
+        for name, least in (("batch", 1), ("queries", 1), ("check_every", 1), ("steps", 0)):
+            check_count(name, getattr(self, name), least)
+        check_type("learning_rate", self.learning_rate, float)
+        if not self.learning_rate > 0:
+            raise ValueError(f"learning_rate must be above 0, got {self.learning_rate!r}")
+        check_seed(self.seed)
+
+
+def check_seed(seed: int) -> None:
+    """Raises ValueError unless torch's generators take ``seed``."""
+    check_count("seed", seed, 0)
+    if seed >= 2**63:
+        raise ValueError(f"seed must be below 2^63, got {seed}")
 
 
 PAPER_SETTINGS = OptRHSettings()

@@ -8,9 +8,11 @@ together with ``TASKS_VERSION``. Levels 1 to 8 are what the shipped models were 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from residualquant.errors import check_count
 from residualquant.evals.tasks import algebra, code, words
 from residualquant.evals.tasks.problem import Problem, is_test_prompt
 
@@ -72,6 +74,7 @@ PAD_ID, EOS_ID = 0, 1
 
 _MAKERS = {"words": words.make, "algebra": algebra.make, "stubs": code.make_stub, "asserts": code.make_assert}
 LEVELS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 10)
+MOST_PROBLEMS = 10**6  # of a split; one after the other is made, which takes minutes for so many
 
 
 def frozen(task: str, family: str) -> Frozen:
@@ -106,10 +109,10 @@ def problem_of(problem_id: str) -> Problem:
     Raises:
         ValueError: no id of a procedural task.
     """
-    task, *numbers = problem_id.split("/")
-    if task not in _MAKERS or len(numbers) != 2 or not all(number.isdigit() for number in numbers):
+    named = re.fullmatch(r"(\w+)/(\d{1,2})/(\d{1,18})", str(problem_id), re.ASCII)
+    if not named or named[1] not in _MAKERS:
         raise ValueError(f"no procedural task has a problem {problem_id!r}")
-    return make_problem(task, *map(int, numbers))
+    return make_problem(named[1], int(named[2]), int(named[3]))
 
 
 def _stream(task: str, level: int, split: str) -> Iterator[Problem]:
@@ -131,8 +134,10 @@ def problems(
     """
     if split not in ("train", "test"):
         raise ValueError(f"split must be 'train' or 'test', got {split!r}")
-    if n < 0 or start < 0:
-        raise ValueError(f"n and start must not be negative, got {n} and {start}")
+    check_count("n", n, 0)
+    check_count("start", start, 0)
+    if n + start > MOST_PROBLEMS:
+        raise ValueError(f"n and start must not exceed {MOST_PROBLEMS} together, got {n} and {start}")
     stream = _stream(task, frozen(task, family).level if level is None else level, split)
     for _ in range(start):
         next(stream)
