@@ -105,7 +105,7 @@ def _trial_batch(done: int, size: int, page_tokens: int, device: torch.device) -
 def _trial_states(
     generator: torch.Generator, shape: KVShape, groups: int, tokens: int, device: torch.device
 ) -> list[tuple[Tensor, Tensor, Tensor]]:
-    """q, k, v of every loop, FP32, each loop near the one before, as a looped model's are."""
+    """q, k, v of every loop, FP32 of variance one, each loop near the one before, as a looped model's are."""
 
     def draw(heads: int) -> Tensor:
         sizes = tokens, heads, shape.head_dim
@@ -114,7 +114,7 @@ def _trial_states(
     heads = shape.kv_heads * groups, shape.kv_heads, shape.kv_heads
     base, loops = [draw(count) for count in heads], []
     for _ in range(shape.loops):
-        base = [x + 0.3 * draw(count) for x, count in zip(base, heads)]
+        base = [(x + 0.3 * draw(count)) / 1.09**0.5 for x, count in zip(base, heads)]
         loops.append(tuple(x.to(device) for x in base))
     return loops
 

@@ -124,14 +124,14 @@ def test_every_number_of_requests_has_scratch_that_stays_where_it_is():
 
 def test_a_value_that_is_not_finite_stays_with_its_token():
     _, kernels = both(preset("INT2/4 g=32"))
-    k = torch.tensor([1.0, torch.nan, torch.inf, -1e30, 7.0]).expand(HEADS, HEAD_DIM, 5).permute(2, 0, 1)
-    staged = torch.empty(2, 5, HEADS, HEAD_DIM, dtype=torch.bfloat16)
+    k = torch.tensor([1.0, torch.nan, torch.inf, -1e30, 7.0], device=DEVICE).expand(HEADS, HEAD_DIM, 5).permute(2, 0, 1)
+    staged = torch.empty(2, 5, HEADS, HEAD_DIM, dtype=torch.bfloat16, device=DEVICE)
     kernels.stage(staged, k, k)
     assert staged[:, :, 0, 0].tolist() == [[1.0, 0.0, 65280.0, -65280.0, 7.0]] * 2
 
 
 def test_every_step_of_an_engine_is_what_the_plain_pages_make_of_it(start_engine, tiny_ouro, monkeypatch):
-    """Chunked prompts, mixed steps and decodes; on a GPU two hundred requests, with preemption and prefix hits."""
+    """Chunked prompts, mixed steps and decodes; on a GPU 48 requests, with preemption and prefix hits."""
     kinds, errors, wrong = set(), [], []
     at_once, budget, new_tokens = (8, 64, 12) if DEVICE.type == "cuda" else (3, 16, 4)
 
@@ -163,7 +163,7 @@ def test_every_step_of_an_engine_is_what_the_plain_pages_make_of_it(start_engine
     errors.clear(), wrong.clear(), kinds.clear()
     prompts, draw = [list(range(3, 3 + length)) for length in (5, 30, 17)], random.Random(0)
     if DEVICE.type == "cuda":
-        prompts += [prompts[1][: draw.choice((0, 16))] + draw.choices(range(320), k=32) for _ in range(197)]
+        prompts += [prompts[1][: draw.choice((0, 16))] + draw.choices(range(320), k=32) for _ in range(45)]
     outputs = run(engine, prompts, greedy(new_tokens))
     assert [len(tokens) for tokens in tokens_of(outputs)] == [new_tokens] * len(prompts)
     assert kinds == {(True, False), (False, True), (True, True)}

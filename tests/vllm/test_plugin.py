@@ -15,6 +15,7 @@ from vllm.platforms import current_platform
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
 from residualquant import cli
+from residualquant.cache import LayerRotations
 from residualquant.config import preset
 from residualquant.errors import ResidualQuantError
 from residualquant.layout import PageLayout
@@ -28,7 +29,7 @@ from residualquant.vllm.attention import OP_NAME
 from residualquant.vllm.backend import LoopedKVManager, LoopedKVSpec
 from residualquant.vllm.paged import PackedPages, StepBatch
 from residualquant.vllm.settings import Settings, check_config, kv_shape, layer_rotations
-from residualquant.vllm.startup import check_paged, set_num_threads
+from residualquant.vllm.startup import TOLERANCE, check_paged, set_num_threads
 
 PACKED = {"preset": "INT2/4 g=32", "rotation": "hadamard"}
 SHAPE = KVShape(4, 2, 2, 64)
@@ -264,6 +265,18 @@ def paged(kind=PackedPages, **overrides):
 @pytest.mark.parametrize("overrides", [{}, {"reference": "previous"}, {"reference": "direct", "rotation": "none"}])
 def test_the_self_check_passes_what_is_right(overrides, groups):
     assert check_paged(paged(**overrides), groups, 2, torch.device("cpu")) < 1e-5
+
+
+@pytest.mark.parametrize(("loops", "head_dim"), [(4, 128), (32, 96)])
+def test_the_self_check_leaves_room_for_the_queries_of_the_kernels(loops, head_dim):
+    class Rounding(PackedPages):
+        def attend(self, loop, q, *rest):
+            return super().attend(loop, q.bfloat16().float(), *rest)
+
+    config = preset("INT2/4 g=32", rotation="hadamard")
+    rotations = LayerRotations(config, KVShape(loops, 1, 2, head_dim), "cpu")
+    own = Rounding(PageLayout(config, head_dim, 16, loops // 4), rotations, 0)
+    assert 1e-4 < check_paged(own, 1, 2, torch.device("cpu")) < TOLERANCE / 2
 
 
 @pytest.mark.parametrize("kind", [WrongLoop, Forgetful, Leaking])
