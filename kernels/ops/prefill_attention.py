@@ -70,7 +70,10 @@ def prefill_attention_reference(
     return out
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["table_stride"],  # what differs from step to step must not compile the kernel anew
+    do_not_specialize_on_alignment=["block_table", "query_start", "seq_lens"],
+)
 def prefill_attention_kernel(
     out, q, k, v, words, block_table, query_start, seq_lens, k_matrix, v_matrix, k_means, scale,
     out_token_stride, out_head_stride, q_token_stride, q_head_stride,

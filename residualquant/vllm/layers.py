@@ -74,7 +74,8 @@ class AttentionLayers:
             else:
                 rotations = layer_rotations(vllm_config, own, device)
             self._pages = self._packed(vllm_config, config, rotations, device)
-            check_paged(self._pages[0], self.heads // self.kv_heads, self.kv_heads, device)
+            dtype = torch.float32 if device.type == "cpu" else vllm_config.model_config.dtype
+            check_paged(self._pages[0], self.heads // self.kv_heads, self.kv_heads, device, dtype)
         elif device.type == "cpu":
             dtype, page_tokens = vllm_config.model_config.dtype, vllm_config.cache_config.block_size
             self._pages = [RawPages(self.shape.loops, self.shape.head_dim, dtype, page_tokens)] * self.shape.layers

@@ -44,11 +44,14 @@ def _on_one_thread(check: Callable[..., float]) -> Callable[..., float]:
 
 
 @_on_one_thread
-def check_paged(paged: PackedPages, groups: int, kv_heads: int, device: torch.device) -> float:
+def check_paged(
+    paged: PackedPages, groups: int, kv_heads: int, device: torch.device, dtype: torch.dtype = torch.float32
+) -> float:
     """Run a prompt and two decode steps of two requests through scattered pages and through the reference cache.
 
     Args:
         groups: query heads per KV head.
+        dtype: of queries, keys and values; kernels that are compiled for it here are those that serving needs.
 
     Returns:
         The largest difference of an attention output.
@@ -68,12 +71,12 @@ def check_paged(paged: PackedPages, groups: int, kv_heads: int, device: torch.de
     worst, done = 0.0, 0
     for size in PIECES:
         batch = _trial_batch(done, size, paged.page_tokens, device)
-        steps = _trial_states(generator, shape, groups, 2 * size, device)
+        steps = _trial_states(generator, shape, groups, 2 * size, device, dtype)
         staged = pages.new_empty(2, shape.loops, 2 * size, kv_heads, shape.head_dim, dtype=paged.step_dtype)
         for loop, (q, k, v) in enumerate(steps):
             paged.stage(staged[:, loop], k, v)
-            out = paged.attend(loop, q, *staged[:, loop], pages, batch)
-            own = (x.unflatten(0, (2, size)) for x in (q, k, v))
+            out = paged.attend(loop, q, *staged[:, loop], pages, batch).float()
+            own = (x.float().unflatten(0, (2, size)) for x in (q, k, v))
             difference = (out.unflatten(0, (2, size)) - reference(loop, 0, *own)).abs().max().item()
             worst = difference if difference != difference else max(worst, difference)
         paged.write(pages, batch.slots, *staged)
@@ -103,9 +106,9 @@ def _trial_batch(done: int, size: int, page_tokens: int, device: torch.device) -
 
 
 def _trial_states(
-    generator: torch.Generator, shape: KVShape, groups: int, tokens: int, device: torch.device
+    generator: torch.Generator, shape: KVShape, groups: int, tokens: int, device: torch.device, dtype: torch.dtype
 ) -> list[tuple[Tensor, Tensor, Tensor]]:
-    """q, k, v of every loop, FP32 of variance one, each loop near the one before, as a looped model's are."""
+    """q, k, v of every loop, of variance one, each loop near the one before, as a looped model's are."""
 
     def draw(heads: int) -> Tensor:
         sizes = tokens, heads, shape.head_dim
@@ -115,7 +118,7 @@ def _trial_states(
     base, loops = [draw(count) for count in heads], []
     for _ in range(shape.loops):
         base = [(x + 0.3 * draw(count)) / 1.09**0.5 for x, count in zip(base, heads)]
-        loops.append(tuple(x.to(device) for x in base))
+        loops.append(tuple(x.to(device, dtype) for x in base))
     return loops
 
 

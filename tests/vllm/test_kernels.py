@@ -64,7 +64,9 @@ def both(config, query_groups=1, loops=4):
 )
 def test_the_self_check_passes_with_kernels(label, overrides, loops, query_groups):
     config = preset(label, **({"loops": loops} | overrides))
-    assert check_paged(both(config, query_groups, loops)[1], query_groups, HEADS, DEVICE) < TOLERANCE
+    pages = both(config, query_groups, loops)[1]
+    for dtype in (torch.float32, torch.bfloat16) if DEVICE.type == "cuda" else (torch.float32,):
+        assert check_paged(pages, query_groups, HEADS, DEVICE, dtype) < TOLERANCE
 
 
 def test_the_self_check_says_where_its_tensors_lie():

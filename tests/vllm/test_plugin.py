@@ -267,6 +267,10 @@ def test_the_self_check_passes_what_is_right(overrides, groups):
     assert check_paged(paged(**overrides), groups, 2, torch.device("cpu")) < 1e-5
 
 
+def test_the_self_check_takes_the_states_of_a_bf16_model():
+    assert 1e-4 < check_paged(paged(), 1, 2, torch.device("cpu"), torch.bfloat16) < TOLERANCE
+
+
 @pytest.mark.parametrize(("loops", "head_dim"), [(4, 128), (32, 96)])
 def test_the_self_check_leaves_room_for_the_queries_of_the_kernels(loops, head_dim):
     class Rounding(PackedPages):
