@@ -3,7 +3,9 @@
 import sys
 
 import pytest
+import stand_ins
 
+from residualquant.config import preset
 from residualquant.errors import ResidualQuantError
 from residualquant.repro import serving
 
@@ -48,6 +50,31 @@ def test_this_interpreter_is_used_where_vllm_is_installed(no_vllm, monkeypatch):
 def test_numbers_below_one_are_refused():
     with pytest.raises(ValueError, match="clients must be at least 1, got 0"):
         serving.serve_and_measure("mini-ouro-maths", "INT2/4 g=32", "hadamard", 2, 0, 4)
+
+
+def test_both_engines_are_compared_on_what_both_answered(tmp_path, monkeypatch):
+    from residualquant.evals import run
+    from residualquant.vllm import decode
+
+    model, n, configs = stand_ins.stand_in_model(), 12, [preset("INT2 g=32"), preset("INT2/4 g=32")]
+    stand_ins.install(monkeypatch, ["words"], n)
+    paths = [tmp_path / "torch.jsonl", tmp_path / "vllm.jsonl"]
+    (torch, _) = run.evaluate(model, "words", configs, n, paths[0], progress=False)
+    right = stand_ins.decoder_for("words", n)
+
+    def all_right(model, prompts, asked, **options):  # as BF16 mostly is
+        yield from right(model, prompts, [preset("BF16") for _ in asked], **options)
+
+    monkeypatch.setattr(decode, "check", lambda *_: None)
+    monkeypatch.setattr(decode, "iter_decode", all_right)
+    (vllm,) = run.evaluate(model, "words", configs[:1], n, paths[1], engine="vllm", progress=False)
+    (row,) = serving.compare_engines(paths).to_dict("records")
+    solved = [sum(cell.correct.values()) for cell in (torch, vllm)]
+    assert 0 < solved[0] < solved[1]
+    assert (row["task"], row["config"], row["n"], row["vllm"]) == ("words", "INT2 g=32", n, decode.VLLM_VERSION)
+    assert [row["torch_correct"], row["vllm_correct"]] == solved
+    assert row["only_vllm"] - row["only_torch"] == solved[1] - solved[0]
+    assert 0 < row["p"] < 1
 
 
 def test_a_server_that_does_not_start_is_one_error_with_its_last_words(tmp_path):

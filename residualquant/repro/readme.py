@@ -146,6 +146,35 @@ def kernels_block() -> str:
     return f"{first.gpu}, {first.config}, copy bandwidth {first.copy_tb_per_s:.2f} TB/s:\n\n{markdown(table)}"
 
 
+def serving_block() -> str:
+    """vLLM with a packed and with a raw cache, from data/h200/vllm_speed.json, and what its answers are worth."""
+    import json
+
+    import pandas as pd
+
+    from residualquant.repro.layouts import markdown
+
+    folder = paths.data_dir("h200")
+    speed, answers = json.loads((folder / "vllm_speed.json").read_text()), pd.read_csv(folder / "vllm_accuracy.csv")
+    packed, raw = speed["packed"], speed["raw"]
+    table = [["Tokens that fit", packed["tokens_that_fit"], raw["tokens_that_fit"]]]
+    for name, key in (("Generated", "tokens_per_second"), ("Prompt", "prefill_tokens_per_second")):
+        for one, other in zip(packed["rows"], raw["rows"]):
+            about = f"{name} tokens per second, {one['tokens']:,} x {one['requests']}"
+            table.append([about, one[key], other[key]])
+    columns = ["Past tokens x requests", "Packed", "BF16", "Ratio"]
+    shown = pd.DataFrame([[n, f"{p:,.0f}", f"{r:,.0f}", f"{p / r:.2f}"] for n, p, r in table], columns=columns)
+    judged = "; ".join(
+        f"{row.task}: {row.vllm_correct} by vLLM and {row.torch_correct} by the torch engine of {row.n}, "
+        f"{row.only_vllm} to {row.only_torch} that one alone solves, p = {row.p:.2f}"
+        for row in answers.itertuples()
+    )
+    first = answers.iloc[0]
+    head = f"{speed['provenance']['gpu']}, vLLM {first.vllm}, Ouro-1.4B's shape with random weights, INT2/4 g=32"
+    said = f"Answers to the same problems ({first.model}, {first.config}, McNemar's exact test): {judged}."
+    return f"{head}:\n\n{markdown(shown)}\n\n{said}"
+
+
 def _of_each(profiles: Sequence[str], make: Callable[[str], str], once: bool = False) -> str:
     """What ``make`` gives for each profile, or for the first that is measured; a sentence where it was not measured."""
     parts, missing = [], []
@@ -166,6 +195,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "gap": gap_block,
     "profiles": profiles_block,
     "kernels": kernels_block,
+    "serving": serving_block,
 }
 
 

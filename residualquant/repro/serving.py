@@ -7,6 +7,7 @@ rest of this package: this interpreter where vLLM is installed, else the environ
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import signal
@@ -26,6 +27,7 @@ from residualquant.repro.paths import runs_dir, show, workspace
 
 if TYPE_CHECKING:
     import openai
+    import pandas as pd
 
     from residualquant.repro.markup import Shown
     from residualquant.repro.plots import Picture
@@ -237,6 +239,42 @@ def _shown(rows: list[dict]) -> Shown | None:
     from residualquant.repro.markup import show as show_table
 
     return show_table(pd.DataFrame(rows)) if rows else None
+
+
+def compare_engines(records: Sequence[Path]) -> pd.DataFrame:
+    """vLLM against the torch engine: one row per cell that both have in ``records`` (JSONL files of `eval`).
+
+    Returns:
+        model, task, config, reference, rotation, n, what each solved, what only one of them did, p of McNemar's exact
+        test, and who made it: device, dtype, gpu, vllm, commit.
+    """
+    import pandas as pd
+
+    from residualquant.config import KVQuantConfig
+    from residualquant.repro.records import Records
+    from residualquant.repro.stats import Pair, mcnemar_exact
+
+    engines: dict[str, dict] = {"torch": {}, "vllm": {}}
+    for cell in (cell for path in records for cell in Records(path).cells.values()):
+        particular = {"engine", "engine_version", "plugin"}
+        shared = json.dumps([item for item in sorted(cell.identity.items()) if item[0] not in particular])
+        engines[cell.identity.get("engine", "torch")][shared] = cell
+    rows = []
+    for shared in sorted(engines["torch"].keys() & engines["vllm"].keys()):
+        torch, vllm = (engines[name][shared] for name in ("torch", "vllm"))
+        pair, identity = Pair.of(torch.correct, vllm.correct), vllm.identity
+        config = KVQuantConfig.from_dict(identity["kv"])
+        rows.append(
+            {
+                **{name: identity[name] for name in ("model", "task")},
+                "config": config.label, "reference": config.reference, "rotation": config.rotation, "n": pair.n,
+                "torch_correct": sum(torch.correct.values()), "vllm_correct": sum(vllm.correct.values()),
+                "only_torch": pair.only_first, "only_vllm": pair.only_second, "p": round(mcnemar_exact(pair), 4),
+                "device": identity["device"], "dtype": identity["dtype"], "gpu": vllm.provenance.get("gpu"),
+                "vllm": identity["engine_version"], "commit": vllm.provenance["commit"],
+            }
+        )  # fmt: skip
+    return pd.DataFrame(rows)
 
 
 def draw_serving(found: Serving) -> Picture | None:
