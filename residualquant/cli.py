@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import tyro
 
@@ -26,6 +26,10 @@ Bits = Annotated[
     tuple[int, ...] | None, tyro.conf.arg(help="Bits of each loop, such as 4 2 0 4; overrides the label's.")
 ]
 
+LayerBits = Annotated[
+    tuple[str, ...] | None,
+    tyro.conf.arg(help="Bits of each loop for single layers (from 1), such as 1:16,16,16,16 2:4,4,4,4."),
+]
 MOST_LOOPS = 1024  # of a loop group; a configuration lists every one of them
 
 
@@ -46,17 +50,42 @@ class KVOptions:
     """Channels per scale and offset in loops of 1-3 bits: 16, 32 or 64."""
     int2_clip: float | None = None
     """Factor on the half-range of a 2-bit group (the method: 0.9)."""
+    layer_bits: LayerBits = None
 
-    def configs(self, labels: Sequence[str], model_loops: int = 4):
+    @property
+    def given(self) -> dict[str, Any]:
+        """What is not left out, as KVQuantConfig takes it."""
+        values = {name: value for name, value in vars(self).items() if value is not None}
+        if self.layer_bits is not None:
+            values["layer_bits"] = [_layer_bits(text) for text in self.layer_bits]
+        return values
+
+    def configs(self, labels: Sequence[str], model_loops: int = 4, model_layers: int | None = None):
         """The KV configurations of ``labels``, changed as asked; BF16 stays as it is."""
         from residualquant.config import preset
 
-        changes = {k: v for k, v in vars(self).items() if v is not None and k != "loops"}
+        changes = {name: value for name, value in self.given.items() if name != "loops"}
+        most = max((layer + 1 for layer, _ in changes.get("layer_bits", ())), default=1)
+        if model_layers is not None and most > model_layers:
+            raise ValueError(f"layer-bits must name layers from 1 to {model_layers}, got {most}")
         loops = min(4, model_loops) if self.loops is None else self.loops
         if loops > MOST_LOOPS:
             raise ValueError(f"loops must be at most {MOST_LOOPS}, got {loops}")
         configs = [preset(label, loops, **({} if label == "BF16" else changes)) for label in labels]
         return list(dict.fromkeys(configs))
+
+
+def _layer_bits(text: str) -> tuple[int, list[int]]:
+    """(layer from 0, bits of each loop) of "1:16,16,16,16"."""
+    if not re.fullmatch(r"[1-9]\d{0,5}:\d{1,2}(,\d{1,2})*", text, re.ASCII):
+        raise ValueError(f"layer-bits must be a layer (from 1) and bits of each loop, such as 1:4,4,4,4, got {text!r}")
+    layer, _, precisions = text.partition(":")
+    return int(layer) - 1, [int(one) for one in precisions.split(",")]
+
+
+def _label(config) -> str:
+    """The configuration's label, its layers counted from 1 as everywhere on the command line."""
+    return re.sub(r"(?<=layer )\d+", lambda layer: str(int(layer[0]) + 1), config.label)
 
 
 def bits(
@@ -133,7 +162,8 @@ def evaluate(
             check_count(name, value)  # before minutes of calibration
     _check_file("records", records)
     loaded = _load(task, model, device)
-    configs = kv.configs(config, loaded.kv_shape.loops)
+    shape = loaded.kv_shape
+    configs = kv.configs(config, shape.loops, shape.layers)
     learnt = _rotations(loaded, configs, task, rotations)
     records = records or runs_dir("eval") / f"{loaded.name}.{task}.jsonl"
     options = {"rotations": learnt, "max_new_tokens": max_new_tokens, "engine": engine}
@@ -152,7 +182,7 @@ def _accuracy_row(model, config, cell, bf16) -> dict:
     n, right = cell.identity["n"], sum(cell.correct.values())
     low, high = wilson(right, n)
     row = {
-        "config": config.label,
+        "config": _label(config),
         "reference": "none" if config.is_off else config.reference,
         "coefficient": "none" if config.anchor is None or config.is_off else config.coefficient,
         "rotation": "none" if config.is_off else config.rotation,
@@ -211,7 +241,7 @@ def _kept_rotations(model, config, folder: Path):
             fitting.append((one.name, load_rotations(one, model, config)))
     if len(fitting) != 1:
         names = ", ".join(name for name, _ in fitting) or "none"
-        what = f"{model.name}, {config.label}, {config.reference}, {config.rotation}"
+        what = f"{model.name}, {_label(config)}, {config.reference}, {config.rotation}"
         raise ResidualQuantError(f"one calibration in {folder} must be of {what}; these are: {names}; name its folder")
     return fitting[0][1]
 
@@ -258,7 +288,7 @@ def inspect(
         seen = Traced.live(loaded, unseen_texts(loaded, task, sizes.fit, sizes.holdout, n), queries)
     else:
         loaded, seen = None, Traced.open(trace)
-    (asked,) = kv.configs([config], seen.shape.loops)
+    (asked,) = kv.configs([config], seen.shape.loops, seen.shape.layers)
     learnt = None
     if asked.rotation in CALIBRATED or rotations is not None:
         loaded = loaded or _load(task, model or seen.model, "cpu")
@@ -271,7 +301,7 @@ def inspect(
     draw_inspection(table).save(out, "inspect")
     for rows in (loop_means(table), worst(table)):
         _print_table(rows.map(lambda x: f"{x:.4g}" if isinstance(x, float) else x).to_dict("records"))
-    print(f"{seen.model}, {asked.label}: means over layers and heads, worst places; everything in {show(out)}")
+    print(f"{seen.model}, {_label(asked)}: means over layers and heads, worst places; everything in {show(out)}")
 
 
 def calibrate(
@@ -317,13 +347,14 @@ def calibrate(
         print(how)
         return
     begun, loaded = time.monotonic(), _load(task, model, device)
-    (asked,) = kv.configs([config], loaded.kv_shape.loops)
+    shape = loaded.kv_shape
+    (asked,) = kv.configs([config], shape.loops, shape.layers)
     sizes = calibration.CalibrationSizes(fit, holdout, steps, seed)
     calibration.calibrated(loaded, asked, task, sizes, out)
     folder = calibration.artefact_folder(loaded, asked, task, sizes, out)
     _print_table(calibration.loss_table(folder))
     print(
-        f"{loaded.name}, {asked.label}: rotations in {show(folder)}; losses are of held-out problems; "
+        f"{loaded.name}, {_label(asked)}: rotations in {show(folder)}; losses are of held-out problems; "
         f"{time.monotonic() - begun:.0f} s (--estimate: other models)"
     )
 
@@ -439,8 +470,8 @@ def _serve_command(extra: Sequence[str]) -> Callable[..., None]:
     def command(model, config, kv, rotations, only_print):
         from residualquant.vllm.serve import ENVIRONMENT, check_installed, environment, serve_command
 
-        settings = {"preset": config, **vars(kv), "rotations": rotations and str(rotations)}
-        line = serve_command(model, {k: v for k, v in settings.items() if v is not None}, extra)
+        settings = {"preset": config, **kv.given} | ({"rotations": str(rotations)} if rotations else {})
+        line = serve_command(model, settings, extra)
         print(shlex.join([*(f"{k}={v}" for k, v in ENVIRONMENT.items()), *line]), flush=True)
         if not only_print:
             check_installed()
