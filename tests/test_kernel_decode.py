@@ -238,20 +238,26 @@ def test_on_a_cpu_the_reference_runs():
     assert out.dtype == torch.bfloat16 and worst_error(out, problem.reference(1)) < 2 * TOLERANCE
     with pytest.raises(ResidualQuantError, match="tensors are on cpu"):
         problem.run(1, prefer="cuda")
+    nobody = dataclasses.replace(problem.paged, block_table=problem.block_table[:0], lengths=problem.lengths[:0])
+    out = decode_attention(problem.q[:0], problem.k[:0], problem.v[:0], nobody, 1, problem.scratch(1), check_table=True)
+    assert out.shape == (0, 2, 64)
 
 
 BAD = {
     "rounding": (dict(layout=PageLayout(KVQuantConfig(rounding="bf16"), 64)), "'bf16'"),
-    "bits": (dict(layout=PageLayout(KVQuantConfig(bits=(3, 4)), 64)), r"\(3, 4\)"),
+    "bits": (dict(layout=PageLayout(KVQuantConfig(bits=(2, 16)), 64)), r"\(2, 16\)"),
     "loop": (dict(loop=4), "got 4 and 0"),
     "group": (dict(group=1), "got 0 and 1"),
     "q": (dict(q=torch.zeros(2, 2, 64, dtype=torch.float64)), "float64"),
+    "no heads": (dict(k=torch.zeros(2, 0, 64).bfloat16()), "got 2 and 0"),
     "heads": (dict(q=torch.zeros(2, 3, 64).bfloat16()), "got 3 and 2"),
     "k": (dict(k=torch.zeros(2, 2, 64)), "k must be .* got .*float32"),
     "pages": (dict(pages=torch.zeros(5, 2, 7, dtype=torch.uint8)), r"\[5, 2, 7\]"),
     "strided pages": (dict(pages=torch.zeros(2, 3264, 5, dtype=torch.uint8).permute(2, 0, 1)), "contiguous"),
     "lengths": (dict(lengths=torch.zeros(2, dtype=torch.int64)), "int64"),
     "matrix": (dict(k_matrix=torch.zeros(64, 64)), "k_matrix must be .* got .*float32"),
+    "one matrix": (dict(v_matrix=torch.zeros(64, 64).half()), r"needs no matrices, got \['v_matrix'\]"),
+    "unaligned pages": (dict(pages=torch.zeros(32648, dtype=torch.uint8)[8:].view(5, 2, 3264)), "got address"),
     "scratch": (dict(scratch=workspace(1, 2, 2, 64, 16, "cpu")), "at least 2 sequences"),
     "prefer": (dict(prefer="tpu"), "'tpu'"),
     "table": (dict(block_table=torch.full((2, 3), 99, dtype=torch.int32), check_table=True), "got 99 to 99"),
@@ -278,6 +284,7 @@ cases = [
     (t.preset("INT2/4 g=32", 2, rotation="optr_h"), 64, dict(queries_per_head=3)),
     (t.KVQuantConfig(bits=(0, 2, 4), group_size=16, reference="next"), 96, dict(page_tokens=32, groups=2, group=1)),
     (t.KVQuantConfig(bits=(1, 8), group_size=16, reference="direct"), 64, dict()),
+    (t.KVQuantConfig(bits=(3, 4), coefficient="unit"), 64, dict()),
 ]
 for cfg, head_dim, more in cases:
     problem = t.Problem(cfg, head_dim, [0, 1, 33], heads=1, **more)
@@ -376,6 +383,34 @@ def test_graph_replay_is_eager_and_repeats_on_gpu(prefer):
         out.fill_(torch.nan), scratch.partial.fill_(torch.nan), scratch.lse.fill_(torch.nan)
         graph.replay()
         assert torch.equal(out, eager)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("splits", [1, 4])
+def test_the_kernel_ahead_may_write_any_input_on_gpu(splits):
+    """A launch begins before the kernel ahead of it has ended, and reads what that one writes when it has."""
+    problem = Problem(preset("INT2/4 g=32", rotation="optr_h"), 128, [5, 300, 3000, 40], device="cuda")
+    names = ("pages", "block_table", "lengths", "q", "k", "v", "k_matrix", "v_matrix", "k_means")
+    first = {name: getattr(problem, name) for name in names}
+    second = {name: x.flip(0) for name, x in first.items()}  # heads have other matrices, sequences other pages
+    used = second["block_table"] >= 0
+    second["block_table"] = torch.where(used, len(problem.pages) - 1 - second["block_table"], second["block_table"])
+    for name, x in first.items():
+        setattr(problem, name, torch.empty_like(x))
+    scratch, outs = problem.scratch(splits), []
+    for turn in range(2 + 4 * len(names)):
+        inputs, last = (first, second)[turn % 2], turn // 2 % len(names)
+        out = torch.full_like(problem.q, torch.nan)
+        for name in (*names[last + 1 :], *names[: last + 1]):
+            torch.maximum(inputs[name], inputs[name], out=getattr(problem, name))
+        if turn < 2:
+            torch.cuda.synchronize()
+        outs.append(decode_attention(*problem.operands(0), scratch, out=out, prefer="cuda"))
+    for turn, out in enumerate(outs):
+        assert torch.equal(out, outs[turn % 2]), turn
+    for name, x in first.items():
+        setattr(problem, name, x)
+    assert worst_error(outs[0], problem.reference(0)) < 2 * TOLERANCE
 
 
 @pytest.mark.gpu

@@ -121,6 +121,15 @@ def test_every_byte_is_the_reference_for_any_values(bits, group_size, reference,
     assert torch.equal(pages, expected)
 
 
+@pytest.mark.parametrize("levels", [3, 15])
+def test_division_by_levels_is_correctly_rounded(levels):
+    """The CUDA writer takes a product and one correction: right for every significand."""
+    x = torch.arange(2**23, 2**24, dtype=torch.float64)
+    inverse = torch.tensor(1 / levels).double()
+    quotient = (x * inverse).float().double()
+    assert torch.equal((quotient + (x - quotient * levels) * inverse).float(), x.float() / torch.tensor(levels).float())
+
+
 def test_codes_on_and_beside_every_tie():
     """4-bit codes of values at, one FP32 step below and one above each midpoint, for many scales and offsets."""
     layout = layout_of(128, (4,), 16, "direct", "ls", int4_group_size=32)
@@ -292,13 +301,15 @@ def test_loop_groups_and_strided_pages():
         ({"layout": lambda _: PageLayout(KVQuantConfig(bits=(2, 4)), 32)}, "head_dim must be one of .* got 32"),
         ({"layout": lambda _: layout_of(64, (2, 4), 32, "last", "ls", rounding="bf16")}, "rounding must be"),
         ({"layout": lambda _: layout_of(64, (2, 4), 32, "last", "ls", rotation="oscar")}, "needs both matrices"),
+        ({"group": lambda _: 1}, "group must be from 0 to 0, got 1"),
+        ({"pages": lambda x: x.new_empty(x.numel() + 8)[8:].view(x.shape)}, "multiples of 16 bytes"),
     ],
 )
 def test_wrong_arguments(change, message):
     layout = layout_of(64, (2, 4), 32, "last", "ls")
     k = torch.zeros(2, 3, 1, 64, device=DEVICE)
     arguments = {"pages": poisoned_pages(layout, 1, 1), "layout": layout, "slots": torch.arange(3, device=DEVICE)}
-    arguments |= {"k": k, "v": k.clone(), "k_matrix": None, "check_slots": False}
+    arguments |= {"k": k, "v": k.clone(), "k_matrix": None, "check_slots": False, "group": 0}
     arguments |= {name: edit(arguments[name]) for name, edit in change.items()}
     with pytest.raises(ValueError, match=message):
         pack_kv(**arguments)

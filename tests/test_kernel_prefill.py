@@ -93,18 +93,21 @@ def test_no_past_is_causal_attention():
         ({"k": torch.zeros(2, 3, 64)}, "q and k must have shape"),
         ({"v": torch.zeros(2, 1, 64, dtype=torch.float64)}, "v must be .* torch.float64"),
         ({"seq_lens": torch.zeros(1)}, "seq_lens must be .* torch.float32"),
+        ({"group": 2}, "group must be from 0 to 0, got 2"),
+        ({"check_table": True, "max_queries": 1}, r"by at most 1, got \[0, 2\]"),
+        ({"check_table": True, "seq_lens": torch.tensor([5000], dtype=torch.int32)}, r"pages of a row, got \[4998\]"),
+        ({"check_table": True, "block_table": torch.full((1, 9), 77, dtype=torch.int32)}, "got 77 to 77"),
     ],
 )
 def test_wrong_arguments(change, message):
     layout = CASES["last, key means"][0]
     q, k, v, pages, table, start, lens, turn = problem(layout, 1, 1, [3], [2], torch.float32)
-    arguments = {"q": q, "k": k, "v": v, "loop": 0, "seq_lens": lens}
+    arguments = {"q": q, "k": k, "v": v, "loop": 0, "block_table": table, "seq_lens": lens, "max_queries": 2}
     arguments |= {name: x.to(DEVICE) if isinstance(x, torch.Tensor) else x for name, x in change.items()}
     arguments |= dict(zip(("k_matrix", "v_matrix", "k_means"), turn))
     with pytest.raises(ValueError, match=message):
         prefill_attention(
-            torch.empty_like(q), pages=pages, layout=layout, block_table=table, query_start=start, max_queries=2,
-            scale=1.0, **arguments,
+            torch.empty_like(q), pages=pages, layout=layout, query_start=start, scale=1.0, **arguments
         )  # fmt: skip
 
 

@@ -38,7 +38,8 @@
 #endif
 
 constexpr int WARPS = 4, THREADS = WARPS * LANES;
-constexpr int TILE_TOKENS = 8;  // tokens of a warp at a time
+constexpr int LANE_TOKENS = ROTATED ? 2 : 1;      // tokens of a lane: one makes shorter programs, a product needs two
+constexpr int TILE_TOKENS = 4 * LANE_TOKENS;  // tokens of a warp at a time
 constexpr int SPANS = HEAD_DIM / 32, STEPS = HEAD_DIM / 16;
 constexpr int MOST_LOOPS = 16;
 static_assert(HEAD_DIM == 64 || HEAD_DIM == 96 || HEAD_DIM == 128, "head size does not fit");
@@ -74,22 +75,24 @@ struct Arguments {
 // ---------------------------------------------------------------- the states of a tile
 
 struct Values {
-  float x[SPANS][4][2];  // channel 32 j + 4 g + i of token 2t + n
+  float x[SPANS][4][LANE_TOKENS];  // channel 32 j + 4 g + i of token LANE_TOKENS t + n
 
   template <typename F>
   static __device__ __forceinline__ void each(F&& body) {
-    static_for<SPANS * 8>([&](auto index) {
+    static_for<SPANS * 4 * LANE_TOKENS>([&](auto index) {
       constexpr int n = index;
-      body(Index<n / 8>{}, Index<n / 2 % 4>{}, Index<n % 2>{});
+      body(Index<n / (4 * LANE_TOKENS)>{}, Index<n / LANE_TOKENS % 4>{}, Index<n % LANE_TOKENS>{});
     });
   }
 };
 
 // What a lane reads of a tile: rotated, a quarter of the channels of token g; else its own channels of its tokens.
 struct Input {
-  uint32_t pairs[SPANS * 4];  // bf16
+  static constexpr int PAIRS = SPANS * 2 * LANE_TOKENS;
+  uint32_t pairs[PAIRS];  // bf16
 
-  __device__ __forceinline__ void load(const uint16_t* states, int64_t token_stride, bool (&inside)[2], int g, int t) {
+  __device__ __forceinline__ void load(const uint16_t* states, int64_t token_stride, bool (&inside)[LANE_TOKENS], int g,
+                                       int t) {
     if constexpr (ROTATED) {
       const uint16_t* mine = states + g * token_stride + t * (HEAD_DIM / 4);
 #pragma unroll
@@ -100,10 +103,11 @@ struct Input {
       }
     } else {
 #pragma unroll
-      for (int i = 0; i < 2 * SPANS; ++i) {
+      for (int i = 0; i < SPANS * LANE_TOKENS; ++i) {
         uint2 four = {0, 0};
-        const uint16_t* mine = states + (2 * t + i % 2) * token_stride + i / 2 * 32 + 4 * g;
-        if (inside[i % 2]) four = *reinterpret_cast<const uint2*>(mine);
+        const int j = i / LANE_TOKENS, n = i % LANE_TOKENS;
+        const uint16_t* mine = states + (LANE_TOKENS * t + n) * token_stride + 32 * j + 4 * g;
+        if (inside[n]) four = *reinterpret_cast<const uint2*>(mine);
         pairs[2 * i] = four.x, pairs[2 * i + 1] = four.y;
       }
     }
@@ -113,7 +117,7 @@ struct Input {
   __device__ __forceinline__ bool unclean() const {
     uint32_t largest = 0;
 #pragma unroll
-    for (int i = 0; i < SPANS * 4; ++i) largest = max_of_halves(largest, pairs[i] & 0x7fff7fffu);
+    for (int i = 0; i < PAIRS; ++i) largest = max_of_halves(largest, pairs[i] & 0x7fff7fffu);
     return (largest & 0xffff) > 0x477f || largest >> 16 > 0x477f;
   }
 };
@@ -177,7 +181,7 @@ __device__ __forceinline__ void take(const Input& input, int lane, Values& z, in
     });
   } else {
     Values::each([&](auto j, auto i, auto n) {
-      const uint32_t pair = input.pairs[(2 * j + n) * 2 + i / 2];
+      const uint32_t pair = input.pairs[(LANE_TOKENS * j + n) * 2 + i / 2];
       const float value = bits_to_float(i % 2 ? pair & 0xffff0000u : pair << 16);
       z.x[j][i][n] = unclean ? sanitise(value, changed) : value;
     });
@@ -204,31 +208,31 @@ __device__ __forceinline__ void fold(float* values, int lane, Combine combine) {
 
 constexpr __host__ __device__ int at_least_one(int x) { return x < 1 ? 1 : x; }
 
-// <a, b> of token 2t + (lane / 16), always summed in the order of the codec: halves onto each other.
+// <a, b> of token 2t + lane / 16 (or t, with one token a lane), summed in the order of the codec: halves onto each other.
 __device__ __forceinline__ float inner_product(const Values& a, const Values& b, int lane) {
   const auto add = [](float x, float y) { return x + y; };
   if constexpr (HEAD_DIM == 96) {  // halved down to 3, which are added in turn
-    const int t = lane % 4, g = lane / 4, mine = 2 * t + lane / 16;
+    const int t = lane % 4, g = lane / 4, mine = LANE_TOKENS == 2 ? 2 * t + lane / 16 : t;
     float* sums = reinterpret_cast<float*>(shared_memory() + MATRIX_BYTES) +
                   threadIdx.x / LANES * TILE_TOKENS * SUM_ROW;
     Values::each([&](auto j, auto i, auto n) {
-      sums[(2 * t + n) * SUM_ROW + 32 * j + 4 * g + i] = a.x[j][i][n] * b.x[j][i][n];
+      sums[(LANE_TOKENS * t + n) * SUM_ROW + 32 * j + 4 * g + i] = a.x[j][i][n] * b.x[j][i][n];
     });
     sync_warp();
     float terms[32];
     const float* first = sums + smaller(lane / 3, TILE_TOKENS - 1) * SUM_ROW + lane % 3;
 #pragma unroll
     for (int m = 0; m < 32; ++m) terms[m] = first[3 * m];
-#pragma unroll
-    for (int half = 16; half > 0; half /= 2) {
+    static_for<5>([&](auto level) {
+      constexpr int half = 16 >> level;
 #pragma unroll
       for (int m = 0; m < half; ++m) terms[m] += terms[m + half];
-    }
+    });
     sync_warp();
     return from_lane(terms[0], 3 * mine) + from_lane(terms[0], 3 * mine + 1) + from_lane(terms[0], 3 * mine + 2);
   } else {
-    float sums[8];  // token, then bit 0 and bit 1 of the channel
-    static_for<8>([&](auto index) {
+    float sums[4 * LANE_TOKENS];  // token, then bit 0 and bit 1 of the channel
+    static_for<4 * LANE_TOKENS>([&](auto index) {
       constexpr int n = index / 4, i = index % 4 / 2 + index % 2 * 2;
       float terms[SPANS];
 #pragma unroll
@@ -240,11 +244,12 @@ __device__ __forceinline__ float inner_product(const Values& a, const Values& b,
       }
       sums[index] = terms[0];
     });
-    fold<8, 16>(sums, lane, add);
-    fold<4, 8>(sums, lane, add);
-    fold<2, 4>(sums, lane, add);
-    sums[0] += from_neighbour(sums[0], 4);  // channels 2 apart, then neighbours
-    return sums[0] + from_neighbour(sums[0], 8);
+    fold<4 * LANE_TOKENS, 16>(sums, lane, add);
+    fold<2 * LANE_TOKENS, 8>(sums, lane, add);
+    fold<LANE_TOKENS, 4>(sums, lane, add);
+    constexpr int upper = LANE_TOKENS == 2 ? 4 : 8;        // of the lane's bits, the one for bit 1 of the channel
+    sums[0] += from_neighbour(sums[0], upper);             // channels 2 apart, then neighbours
+    return sums[0] + from_neighbour(sums[0], 2 * upper);
   }
 }
 
@@ -254,7 +259,7 @@ struct Groups {
   static_assert(GROUP == 16 || GROUP == 32 || GROUP == 64 || GROUP == 128, "group size does not fit");
   static constexpr int PER_TOKEN = GROUP == 16 ? 2 * SPANS : HEAD_DIM / GROUP;
   static constexpr int GROUP_SPANS = at_least_one(GROUP / 32);
-  static constexpr int COUNT = SPANS / GROUP_SPANS, PADDED = COUNT == 3 ? 4 : COUNT, ITEMS = 2 * PADDED;
+  static constexpr int COUNT = SPANS / GROUP_SPANS, PADDED = COUNT == 3 ? 4 : COUNT, ITEMS = LANE_TOKENS * PADDED;
   static constexpr int FIRST_MASK = GROUP == 16 ? 8 : 16, FOLDS = GROUP == 16 ? 2 : 3;
   static constexpr int MINE = at_least_one(ITEMS >> FOLDS);
 
@@ -300,59 +305,73 @@ struct Groups {
 
 // ---------------------------------------------------------------- storing
 
-// Where the tokens of a lane, 2t and 2t + 1, are stored.
+// Where the tokens of a lane are stored.
 struct Targets {
-  uint16_t* page[2];  // K or V of the token's page and head
-  int token[2];       // within the page
-  bool stored[2];
+  uint16_t* page[LANE_TOKENS];  // K or V of the token's page and head
+  int token[LANE_TOKENS];       // within the page
+  bool stored[LANE_TOKENS];
   int is_v;
+
+  // Element n, which stays in a register.
+  template <typename T>
+  static __device__ __forceinline__ T of(const T (&values)[LANE_TOKENS], int n) {
+    return n ? values[LANE_TOKENS - 1] : values[0];
+  }
 
   // Word `word` of the 16-bit words of token n in a plane with `width` of them for each token; V interleaves pairs.
   __device__ __forceinline__ void store(int n, int plane, int width, int word, uint32_t value) const {
-    const int slot = n ? token[1] : token[0];
+    const int slot = of(token, n);
     const int row = is_v ? slot / 2 * 2 * width + slot % 2 : slot * width;
-    if (n ? stored[1] : stored[0]) (n ? page[1] : page[0])[plane + row + (word << is_v)] = static_cast<uint16_t>(value);
+    if (of(stored, n)) of(page, n)[plane + row + (word << is_v)] = static_cast<uint16_t>(value);
   }
   // The same where V does not interleave.
   __device__ __forceinline__ void store_plain(int n, int plane, int width, int word, uint32_t value) const {
-    const int slot = n ? token[1] : token[0];
-    if (n ? stored[1] : stored[0]) (n ? page[1] : page[0])[plane + slot * width + word] = static_cast<uint16_t>(value);
+    if (of(stored, n)) of(page, n)[plane + of(token, n) * width + word] = static_cast<uint16_t>(value);
   }
 };
 
 // Store a lane's codes: four of each span and token, `packed` [span / words of 32 bits] by token.
 template <int BITS>
 __device__ __forceinline__ void store_codes(const Targets& targets, int plane, int lane,
-                                            const uint32_t (&packed)[SPANS][2]) {
+                                            const uint32_t (&packed)[SPANS][LANE_TOKENS]) {
   constexpr int width = HEAD_DIM * BITS / 16;
   const int g = lane / 4;
   if constexpr (BITS == 4) {
 #pragma unroll
     for (int j = 0; j < SPANS; ++j) {
 #pragma unroll
-      for (int n = 0; n < 2; ++n) targets.store(n, plane, width, 8 * j + g, packed[j][n]);
+      for (int n = 0; n < LANE_TOKENS; ++n) targets.store(n, plane, width, 8 * j + g, packed[j][n]);
     }
-  } else {  // a word is two lanes' bytes: the even one stores token 2t, the odd one token 2t + 1
+  } else {  // a word is two lanes' bytes: the even one stores the first token, the odd one the second
     const int n = g % 2;
 #pragma unroll
     for (int j = 0; j < SPANS; ++j) {
-      const uint32_t mine = n ? packed[j][1] : packed[j][0];
-      const uint32_t others = from_neighbour(n ? packed[j][0] : packed[j][1], 4);
-      targets.store(n, plane, width, 4 * j + g / 2, n ? others | mine << 8 : mine | others << 8);
+      const uint32_t mine = Targets::of(packed[j], n), others = from_neighbour(Targets::of(packed[j], 1 - n), 4);
+      const uint32_t word = n ? others | mine << 8 : mine | others << 8;
+      if (n < LANE_TOKENS) targets.store(n, plane, width, 4 * j + g / 2, word);
     }
   }
 }
 
 // ---------------------------------------------------------------- one loop
 
+// x / LEVELS, correctly rounded, as for every significand by trial (tests): the remainder corrects the last bit. A division
+// takes a long way round where x is 0, as in groups of tokens that are not there.
+template <int LEVELS>
+__device__ __forceinline__ float divide(float x) {
+  constexpr float inverse = 1.0f / LEVELS;
+  const float quotient = x * inverse;
+  return fmaf(fmaf(-quotient, LEVELS, x), inverse, quotient);
+}
+
 // Codes and metadata of `x` into the planes of a loop; x becomes the values that they stand for.
 template <int BITS, int GROUP>
 __device__ __forceinline__ void quantise(Values& x, float clip, const Targets& targets, int codes, int metadata,
                                          int lane) {
   using G = Groups<GROUP>;
-  constexpr float levels = (1 << BITS) - 1;
+  constexpr int levels = (1 << BITS) - 1;
   float low[G::ITEMS] = {}, high[G::ITEMS] = {};
-  static_for<2 * G::COUNT>([&](auto index) {
+  static_for<LANE_TOKENS * G::COUNT>([&](auto index) {
     constexpr int n = index / G::COUNT, first = index % G::COUNT * G::GROUP_SPANS;
     float least = x.x[first][0][n], most = least;
     static_for<4 * G::GROUP_SPANS>([&](auto inner) {
@@ -369,7 +388,7 @@ __device__ __forceinline__ void quantise(Values& x, float clip, const Targets& t
 #pragma unroll
   for (int m = 0; m < G::MINE; ++m) {
     const float width = (high[m] - low[m]) * clip;
-    bytes[m] = float_pair_to_fp8(width / levels + 0.0f, (low[m] + high[m] - width) * 0.5f + 0.0f);
+    bytes[m] = float_pair_to_fp8(divide<levels>(width) + 0.0f, (low[m] + high[m] - width) * 0.5f + 0.0f);
     const float scale = low_half(fp8_pair_to_half2(bytes[m]));
     inverse[m] = 1.000001f / (scale > 0.0f ? scale : 1.0f);
     const int item = G::item(lane, m), n = item / G::PADDED, index = item % G::PADDED;
@@ -380,8 +399,8 @@ __device__ __forceinline__ void quantise(Values& x, float clip, const Targets& t
   // The code is the number of c with (x - offset) / scale > c + 1/2. A quotient a little too large gives it or one more,
   // and (c - 1/2) scale, exact in f32, decides, as the correctly rounded quotient would: scale has 4 bits.
   constexpr float whole = 12582912.0f;  // 1.5 * 2^23: what is added to it is rounded to a whole number
-  uint32_t packed[SPANS][2];
-  static_for<2 * G::COUNT>([&](auto index) {
+  uint32_t packed[SPANS][LANE_TOKENS];
+  static_for<LANE_TOKENS * G::COUNT>([&](auto index) {
     constexpr int n = index / G::COUNT, item = n * G::PADDED + index % G::COUNT;
     const int source = G::source(lane, item);
     const uint32_t pair = fp8_pair_to_half2(from_lane(bytes[item % G::MINE], source));
@@ -393,7 +412,7 @@ __device__ __forceinline__ void quantise(Values& x, float clip, const Targets& t
       static_for<4>([&](auto channel) {
         constexpr int i = channel;
         const float above = x.x[j][i][n] - offset;
-        float code = fminf(above * over, levels) + whole - whole;
+        float code = fminf(above * over, static_cast<float>(levels)) + whole - whole;
         if (above <= fmaf(code, step, half_step)) code -= 1.0f;
         code = fmaxf(code, 0.0f);
         word = fmaf(code, 1 << BITS * i, word);
@@ -405,23 +424,28 @@ __device__ __forceinline__ void quantise(Values& x, float clip, const Targets& t
   store_codes<BITS>(targets, codes, lane, packed);
 }
 
-// The coefficient of the lane's tokens (Sec. 3.2), after storing it; `energy` and what is divided by it belong to token
-// 2t + lane / 16.
+// The coefficient of the lane's tokens (Sec. 3.2), after storing it; `energy` and what is divided by it belong to one
+// token of the lane, as in inner_product.
 __device__ __forceinline__ void find_alpha(const Arguments& arg, const Values& z, const Values& reference, float energy,
-                                           const Targets& targets, int plane, int lane, float (&alpha)[2]) {
+                                           const Targets& targets, int plane, int lane, float (&alpha)[LANE_TOKENS]) {
   if (arg.coefficient == UNIT) {
-    alpha[0] = alpha[1] = 1.0f;
+    for (float& one : alpha) one = 1.0f;
     return;
   }
   const bool valid = energy >= 1.1754943508222875e-38f && energy < INFINITY;
   const float divisor = valid ? energy : 1.0f;
-  float quotient;
-  if (arg.coefficient == LEAST_SQUARES) quotient = inner_product(z, reference, lane) / divisor;
-  else quotient = square_root(inner_product(z, z, lane)) / square_root(divisor);
+  const bool squares = arg.coefficient == LEAST_SQUARES;
+  const float product = squares ? inner_product(z, reference, lane) : square_root(inner_product(z, z, lane));
+  const float quotient = (valid ? product : 1.0f) / (squares ? divisor : square_root(divisor));
   const uint32_t bits = float_to_bf16((valid ? quotient : 0.0f) + 0.0f);
-  if ((lane & 12) == 0) targets.store_plain(lane / 16, plane, 1, 0, bits);
-  const float mine = bits_to_float(bits << 16), others = from_neighbour(mine, 16);
-  alpha[0] = lane < 16 ? mine : others, alpha[1] = lane < 16 ? others : mine;
+  const int n = lane / 16;
+  if ((lane & 12) == 0 && n < LANE_TOKENS) targets.store_plain(n, plane, 1, 0, bits);
+  const float mine = bits_to_float(bits << 16);
+  alpha[0] = mine;
+  if constexpr (LANE_TOKENS == 2) {
+    const float others = from_neighbour(mine, 16);
+    alpha[0] = n ? others : mine, alpha[1] = n ? mine : others;
+  }
 }
 
 __device__ __forceinline__ void pack_tile(const Arguments& arg, int tile, int head, int is_v, int part, int lane) {
@@ -434,15 +458,16 @@ __device__ __forceinline__ void pack_tile(const Arguments& arg, int tile, int he
   Targets targets;
   targets.is_v = is_v;
 #pragma unroll
-  for (int n = 0; n < 2; ++n) {
-    const int64_t slot = slot_of(tile * TILE_TOKENS + 2 * t + n), kept = slot < 0 ? 0 : slot;
+  for (int n = 0; n < LANE_TOKENS; ++n) {
+    const int64_t slot = slot_of(tile * TILE_TOKENS + LANE_TOKENS * t + n), kept = slot < 0 ? 0 : slot;
     targets.stored[n] = slot >= 0;
     targets.token[n] = static_cast<int>(kept % arg.page_tokens);
     targets.page[n] = arg.words + kept / arg.page_tokens * arg.block_stride + head * arg.page_head_stride +
                       (is_v ? arg.v_start : arg.k_start);
   }
-  bool inside[2] = {targets.stored[0], targets.stored[1]};
-  if (ROTATED) inside[0] = slot_of(tile * TILE_TOKENS + g) >= 0;
+  bool inside[LANE_TOKENS];
+#pragma unroll
+  for (int n = 0; n < LANE_TOKENS; ++n) inside[n] = ROTATED ? slot_of(tile * TILE_TOKENS + g) >= 0 : targets.stored[n];
   const uint16_t* states = (is_v ? arg.v : arg.k) + tile * TILE_TOKENS * arg.token_stride + head * arg.head_stride;
 
   const int anchored = static_cast<int>(arg.anchored), parts = static_cast<int>(arg.parts);
@@ -467,14 +492,15 @@ __device__ __forceinline__ void pack_tile(const Arguments& arg, int tile, int he
     }
     if (arg.rotated != nullptr) {
       Values::each([&](auto j, auto i, auto n) {
-        const int64_t token = tile * TILE_TOKENS + 2 * t + n;
+        const int64_t token = tile * TILE_TOKENS + LANE_TOKENS * t + n;
         float* row = arg.rotated + (((is_v * arg.loops + loop) * tokens + token) * arg.heads + head) * HEAD_DIM;
         if (targets.stored[n] && own) row[32 * j + 4 * g + i] = z.x[j][i][n];
       });
     }
     Targets mine = targets;
-    mine.stored[0] = targets.stored[0] && own, mine.stored[1] = targets.stored[1] && own;
-    float alpha[2] = {0.0f, 0.0f};
+#pragma unroll
+    for (int n = 0; n < LANE_TOKENS; ++n) mine.stored[n] = targets.stored[n] && own;
+    float alpha[LANE_TOKENS] = {};
     if (predicted) {
       find_alpha(arg, z, reference, energy, mine, static_cast<int>(arg.alpha[entry]), lane, alpha);
       Values::each([&](auto j, auto i, auto n) { z.x[j][i][n] -= alpha[n] * reference.x[j][i][n]; });
@@ -503,6 +529,10 @@ __device__ __forceinline__ void pack_tile(const Arguments& arg, int tile, int he
 __global__ void __launch_bounds__(THREADS, 3) pack_kv_kernel(const Arguments arg) {
   const int warp = threadIdx.x / LANES, lane = threadIdx.x % LANES, parts = static_cast<int>(arg.parts);
   const int head = blockIdx.y, is_v = blockIdx.z / parts, part = blockIdx.z % parts;
+  if (ROTATED && threadIdx.x == 0) {
+    prefetch(is_v ? arg.v_matrix + head * arg.v_matrix_stride : arg.k_matrix + head * arg.k_matrix_stride, MATRIX_BYTES);
+  }
+  wait_for_predecessor();
   if constexpr (ROTATED) {
     load_matrix(is_v ? arg.v_matrix + head * arg.v_matrix_stride : arg.k_matrix + head * arg.k_matrix_stride);
     sync_block();

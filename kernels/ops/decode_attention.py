@@ -49,7 +49,7 @@ class Past:
 
     Attributes:
         pages: uint8 [blocks, H, page_bytes_per_head].
-        layout: of the pages; bits 2 and 4 by CUDA, 0, 1, 2, 4, 8 by Triton; rounding "fp32".
+        layout: of the pages; bits 2 and 4 by CUDA, 0, 1, 2, 3, 4, 8 by Triton; rounding "fp32".
         block_table: int32 [B, M]; entry i of a row is the page of tokens i S to (i+1) S - 1. Entries past the end of a
             sequence are not used.
         lengths: int32 [B], tokens of the past, the current one not among them; 0 is allowed.
@@ -223,8 +223,10 @@ def decode_attention(
     scale = past.layout.head_dim**-0.5 if scale is None else scale
     out = torch.empty_like(q) if out is None else out
     _check(q, k, v, past, loop, scratch, out)
+    if not len(q):
+        return out
     if check_table:
-        _check_table(past)
+        check_pages(past.block_table, past.lengths, past.layout.page_tokens, len(past.pages))
     backend, library = _choose(prefer, q, past, loop)
     if backend == "cuda":
         arguments = fill_arguments(q, k, v, past, loop, scratch, scale, out)
@@ -260,7 +262,9 @@ class Arguments(ctypes.Structure):
     _fields_ = (
         [(name, ctypes.c_void_p) for name in ("pages",)]
         + [(name, ctypes.c_int64) for name in ("page_stride", "page_head_stride")]
-        + [("block_table", ctypes.c_void_p), ("table_stride", ctypes.c_int64), ("lengths", ctypes.c_void_p)]
+        + [("block_table", ctypes.c_void_p)]
+        + [(name, ctypes.c_int64) for name in ("table_stride", "table_width")]
+        + [("lengths", ctypes.c_void_p)]
         + [(name, ctypes.c_void_p) for name in ("q", "k", "v")]
         + [(f"{name}_{of}", ctypes.c_int64) for name in ("q", "k", "v") for of in ("stride", "head_stride")]
         + [(name, ctypes.c_void_p) for name in ("k_matrix", "v_matrix")]
@@ -288,6 +292,7 @@ def fill_arguments(
         page_head_stride=pages.stride(1),
         block_table=table.data_ptr(),
         table_stride=table.stride(0),
+        table_width=table.shape[1],
         lengths=past.lengths.data_ptr(),
         **{name: x.data_ptr() for name, x in (("q", q), ("k", k), ("v", v))},
         **{f"{name}_stride": x.stride(0) for name, x in (("q", q), ("k", k), ("v", v))},
@@ -361,19 +366,21 @@ def _warn_once(reason: str) -> None:
 def _check(q: Tensor, k: Tensor, v: Tensor, past: Past, loop: int, scratch: Workspace, out: Tensor) -> None:
     layout, group, pages = past.layout, past.group, past.pages
     cfg, dim = layout.config, layout.head_dim
-    if cfg.rounding != "fp32" or any(bits in (3, 16) for bits in cfg.bits):
-        raise ValueError(f"kernels read bits 0, 1, 2, 4, 8 of rounding fp32, got bits {cfg.bits}, {cfg.rounding!r}")
+    if cfg.rounding != "fp32" or 16 in cfg.bits:
+        raise ValueError(f"kernels read bits 0 to 8 of rounding fp32, got bits {cfg.bits}, {cfg.rounding!r}")
     if not 0 <= loop < cfg.loops or not 0 <= group < layout.groups:
         raise ValueError(f"loop must be below {cfg.loops} and group below {layout.groups}, got {loop} and {group}")
     if q.dim() != 3 or k.dim() != 3:
         raise ValueError(f"q and k must have shape [B, heads, D], got {list(q.shape)} and {list(k.shape)}")
     (batch, query_heads, _), heads = q.shape, k.shape[1]
-    if query_heads % heads:
+    if not heads or query_heads % heads:
         raise ValueError(f"query heads must be a multiple of the KV heads, got {query_heads} and {heads}")
     splits = scratch.lse.shape[-1]
     if scratch.partial.shape[0] < batch or list(scratch.partial.shape[1:]) != [query_heads, splits, dim]:
         got = list(scratch.partial.shape)
         raise ValueError(f"scratch must be for at least {batch} sequences of {query_heads} x {dim}, got {got}")
+    if scratch.partial.device != q.device:
+        raise ValueError(f"scratch must be on {q.device}, got {scratch.partial.device}")
     square = [[dim, dim], [heads, dim, dim]]
     floats = (torch.bfloat16, torch.float16, torch.float32)
     for name, tensor, shapes, dtypes in (
@@ -397,16 +404,26 @@ def _check(q: Tensor, k: Tensor, v: Tensor, past: Past, loop: int, scratch: Work
         dense = name in ("k_matrix", "v_matrix", "k_means", "lengths")
         if tensor.stride(-1) != 1 or (dense and not tensor.is_contiguous()):
             raise ValueError(f"{name} must be contiguous, got strides {tensor.stride()}")
-    if pages.data_ptr() % 16 or pages.stride(0) % 16 or pages.stride(1) % 16:
+    given = [name for name in ("k_matrix", "v_matrix") if getattr(past, name) is not None]
+    if len(given) != (0 if cfg.rotation == "none" else 2):
+        raise ValueError(f"rotation={cfg.rotation!r} needs {'no' if given else 'both'} matrices, got {given}")
+    if pages.stride(0) % 16 or pages.stride(1) % 16:
         raise ValueError(f"pages must start at multiples of 16 bytes, got strides {pages.stride()}")
+    for name, tensor in (("pages", pages), ("k_matrix", past.k_matrix), ("v_matrix", past.v_matrix)):
+        if tensor is not None and tensor.data_ptr() % 16:
+            raise ValueError(f"{name} must start at a multiple of 16 bytes, got address {tensor.data_ptr():#x}")
 
 
-def _check_table(past: Past) -> None:
-    table, size = past.block_table, past.layout.page_tokens
-    used = (past.lengths.long() + size - 1) // size
-    if int(used.max()) > table.shape[1] or int(past.lengths.min()) < 0:
-        raise ValueError(f"lengths must fit {table.shape[1]} pages of a row, got {past.lengths.tolist()}")
+def check_pages(table: Tensor, lengths: Tensor, page_tokens: int, pages: int) -> None:
+    """Check that the pages which ``lengths`` [B] tokens of the past need are in ``table`` [B, M] and exist.
+
+    Raises:
+        ValueError: one is missing; the message holds the lengths or the page numbers.
+    """
+    used = (lengths.long() + page_tokens - 1) // page_tokens
+    if int(used.max()) > table.shape[1] or int(lengths.min()) < 0:
+        raise ValueError(f"lengths must fit {table.shape[1]} pages of a row, got {lengths.tolist()}")
     named = table[torch.arange(table.shape[1], device=used.device) < used[:, None]]
-    if named.numel() and not 0 <= int(named.min()) <= int(named.max()) < len(past.pages):
+    if named.numel() and not 0 <= int(named.min()) <= int(named.max()) < pages:
         got = f"{int(named.min())} to {int(named.max())}"
-        raise ValueError(f"block_table must name pages from 0 to {len(past.pages) - 1}, got {got}")
+        raise ValueError(f"block_table must name pages from 0 to {pages - 1}, got {got}")

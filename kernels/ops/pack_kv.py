@@ -394,7 +394,7 @@ def pack_kv(
     Raises:
         ValueError: an argument of another shape, dtype or device, or a layout that the kernel does not write.
     """
-    _check(pages, layout, slots, k, v, k_matrix, v_matrix, k_means, sanitised, rotated)
+    _check(pages, layout, slots, k, v, k_matrix, v_matrix, k_means, group, sanitised, rotated)
     if check_slots and slots.numel() and int(slots.max()) >= pages.shape[0] * layout.page_tokens:
         raise ValueError(f"slots must be below {pages.shape[0] * layout.page_tokens}, got {int(slots.max())}")
     if k.shape[1] == 0:
@@ -451,8 +451,8 @@ def coding_runs(layout: PageLayout) -> tuple[tuple, ...]:
     return tuple(runs)
 
 
-def _check(pages, layout, slots, k, v, k_matrix, v_matrix, k_means, sanitised, rotated) -> None:
-    check_layout(layout, pages, k_matrix, v_matrix)
+def _check(pages, layout, slots, k, v, k_matrix, v_matrix, k_means, group, sanitised, rotated) -> None:
+    check_layout(layout, pages, k_matrix, v_matrix, group)
     loops, head_dim = layout.config.loops, layout.head_dim
     if k.dim() != 4 or k.stride() != v.stride():
         raise ValueError(f"k and v must be [L, T, H, D] with equal strides, got {k.stride()} and {v.stride()}")
@@ -476,11 +476,14 @@ def _check(pages, layout, slots, k, v, k_matrix, v_matrix, k_means, sanitised, r
 def check_tensors(
     device: torch.device, **expected: tuple[Tensor | None, list[list[int]], tuple[torch.dtype, ...], int]
 ) -> None:
-    """Check the arguments of a kernel, by name: tensor, allowed shapes, allowed dtypes, trailing axes to be contiguous.
+    """Check the arguments of a Triton kernel: tensor, allowed shapes, allowed dtypes, trailing axes to be contiguous.
 
     Raises:
-        ValueError: the first that is on another device, of another shape or dtype, or strided; None passes.
+        ValueError: the first that is on another device, of another shape or dtype, or strided; None passes. Or a device
+            that is no GPU, unless Triton interprets.
     """
+    if device.type != "cuda" and not triton.knobs.runtime.interpret:
+        raise ValueError(f"the Triton kernels need tensors on a CUDA device, got {device}")
     for name, (tensor, shapes, dtypes, dense) in expected.items():
         if tensor is None:
             continue
@@ -489,22 +492,27 @@ def check_tensors(
             wanted = f"{' or '.join(map(str, shapes))} of {' or '.join(map(str, dtypes))}"
             raise ValueError(f"{name} must be {wanted}, got {shape} of {tensor.dtype}")
         if tensor.device != device:
-            raise ValueError(f"{name} must be on {device}, as the pages, got {tensor.device}")
+            raise ValueError(f"{name} must be on {device}, as the others, got {tensor.device}")
         strides = tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape) - dense, len(shape)))
         if tensor.numel() and tensor.stride()[-dense:] != strides:
             raise ValueError(f"the last {dense} axes of {name} must be contiguous, got strides {tensor.stride()}")
 
 
-def check_layout(layout: PageLayout, pages: Tensor, k_matrix: Tensor | None, v_matrix: Tensor | None) -> None:
-    """Check that the Triton kernels know this layout, can run here, and have the rotations that it names.
+def check_layout(
+    layout: PageLayout, pages: Tensor, k_matrix: Tensor | None, v_matrix: Tensor | None, group: int
+) -> None:
+    """Check that the kernels know this layout and group, and have the rotations that it names.
 
     Raises:
-        ValueError: another head size, bits, rounding or device, or rotations that do not go with the configuration.
+        ValueError: another head size, bits, rounding, group or alignment, or rotations that do not go with the
+            configuration.
     """
     cfg: KVQuantConfig = layout.config
     check_head_dim(cfg, layout.head_dim)
-    if pages.device.type != "cuda" and not triton.knobs.runtime.interpret:
-        raise ValueError(f"pages must be on a CUDA device, got {pages.device}")
+    if not 0 <= group < layout.groups:
+        raise ValueError(f"group must be from 0 to {layout.groups - 1}, got {group!r}")
+    if pages.data_ptr() % 16 or any(stride % 16 for stride in pages.stride()[:2]):
+        raise ValueError(f"pages must start at multiples of 16 bytes, got strides {pages.stride()}")
     if layout.head_dim not in HEAD_DIMS:
         raise ValueError(f"head_dim must be one of {', '.join(map(str, HEAD_DIMS))}, got {layout.head_dim}")
     if not set(cfg.bits) <= set(BITS):

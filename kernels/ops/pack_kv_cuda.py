@@ -14,7 +14,7 @@ from residualquant.config import KVQuantConfig
 from residualquant.kernels.build import MOST_LOOPS, WriterVariant, load_variant, writer_variant_for
 from residualquant.layout import PageLayout, loops_read
 
-BLOCK_TOKENS = 32  # of a block of threads at a time
+BLOCK_TOKENS = {True: 32, False: 16}  # of a block of threads at a time, rotated and not
 BLOCKS_PER_PROCESSOR = 3  # that run at once
 PARTS_PER_PROCESSOR = 3  # with as many blocks, parts of the loops are still coded beside each other
 ROUNDS = 8  # of blocks, in a long prefill: each then codes several tiles with one copy of its matrix
@@ -63,8 +63,9 @@ def library_for(call: WriterCall) -> ctypes.CDLL | str:
         return f"pages are on {call.pages.device}"
     if call.k.dtype != torch.bfloat16:
         return f"states must be bfloat16, got {call.k.dtype}"
-    if any(x.data_ptr() % 16 or any(stride % 8 for stride in x.stride()[:3]) for x in (call.k, call.v)):
-        return "states must start at multiples of 16 bytes"
+    matrices = [matrix for matrix in (call.k_matrix, call.v_matrix) if matrix is not None]
+    if any(x.data_ptr() % 16 for x in (call.k, call.v, *matrices)) or any(stride % 8 for stride in call.k.stride()[:3]):
+        return "states and rotations must start at multiples of 16 bytes"
     return _library(call.layout, call.pages.device)
 
 
@@ -81,7 +82,7 @@ def fill_arguments(call: WriterCall, processors: int) -> Arguments:
     """The C arguments for a call on a device of so many multiprocessors."""
     k, words, cfg = call.k, call.pages.view(torch.int16), call.layout.config
     tokens, heads = k.shape[1:3]
-    tiles, rows = -(-tokens // BLOCK_TOKENS), 2 * heads
+    tiles, rows = -(-tokens // BLOCK_TOKENS[cfg.rotation != "none"]), 2 * heads
     blocks = max(1, min(tiles, processors * BLOCKS_PER_PROCESSOR * ROUNDS // rows))
     pointers = {name: getattr(call, name) for name in ("k_matrix", "v_matrix", "k_means", "sanitised", "rotated")}
     return Arguments(

@@ -24,6 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from residualquant.kernels.decode_attention import check_pages
 from residualquant.kernels.pack_kv import check_layout, check_tensors, rotation_of, word_offsets
 from residualquant.kernels.pack_kv_cuda import coding_plan, head_stride
 from residualquant.kernels.tuning import tuned
@@ -150,10 +151,10 @@ def _attend_past(
         t = start + tl.arange(0, BLOCK_N)
         inside = t < past
         page = pages + tl.load(table + t // S, mask=inside, other=0).to(tl.int64) * block_stride
-        keys = _rebuild(page + k_start, t % S, inside, k_means, head, 0, CHAIN, ALPHA, D, W)
+        keys = _to_fp16(rebuild(page + k_start, t % S, inside, k_means, head, 0, CHAIN, ALPHA, D, W))
         scores = tl.where(inside[None, :], tl.dot(query, tl.trans(keys)) * exponent, float("-inf"))
         weights, largest, total, acc = _weigh(scores, largest, total, acc)
-        values = _rebuild(page + v_start, t % S, inside, None, head, 1, CHAIN, ALPHA, D, W)
+        values = _to_fp16(rebuild(page + v_start, t % S, inside, None, head, 1, CHAIN, ALPHA, D, W))
         acc = tl.dot(weights.to(tl.float16), values, acc)
     return largest, total, acc
 
@@ -186,11 +187,19 @@ def _weigh(scores, largest, total, acc):
 
 
 @triton.jit
-def _rebuild(
+def _to_fp16(z):
+    return tl.minimum(tl.maximum(z, -65504.0), 65504.0).to(tl.float16)
+
+
+@triton.jit
+def rebuild(
     page, t, inside, means, head, INTERLEAVED: tl.constexpr,
     CHAIN: tl.constexpr, ALPHA: tl.constexpr, D: tl.constexpr, W: tl.constexpr,
 ):  # fmt: skip
-    """Zhat of tokens t of their pages, [N, W] fp16; 0 (or the means) for those not inside."""
+    """Zhat of tokens t of their pages, [N, W] fp32; 0 (or the means) for those not inside.
+
+    ``page`` points to the first 16-bit word of K or V of each token's page; CHAIN and ALPHA are those of :func:`chain`.
+    """
     z = tl.zeros([t.shape[0], W], tl.float32)
     for i in tl.static_range(len(CHAIN)):
         if i > 0 and ALPHA:
@@ -203,7 +212,7 @@ def _rebuild(
             channel = tl.arange(0, W)
             mean = means + (CHAIN[i][0] * tl.num_programs(1) + head) * D + channel
             z += tl.load(mean, mask=channel < D, other=0.0)[None, :]
-    return tl.minimum(tl.maximum(z, -65504.0), 65504.0).to(tl.float16)
+    return z
 
 
 @triton.jit
@@ -279,10 +288,11 @@ def prefill_attention(
     k_means: Tensor | None = None,
     *,
     group: int = 0,
+    check_table: bool = False,
 ) -> None:
     """Attention of this step's queries of one loop over packed past and BF16 present, into ``out`` (Sec. 4).
 
-    Allocates nothing and never waits for the GPU.
+    Allocates nothing and never waits for the GPU, unless ``check_table``.
 
     Args:
         out: [T, Hq, D], any float dtype.
@@ -297,11 +307,18 @@ def prefill_attention(
         max_queries: no sequence has more tokens in q.
         scale: of the scores, 1/sqrt(D) as a rule.
         k_matrix, v_matrix, k_means, group: as given to the writer.
+        check_table: make sure that query_start, seq_lens and max_queries agree and that pages named by the block table
+            exist; waits for the GPU.
 
     Raises:
         ValueError: an argument of another shape, dtype or device, or a layout that the kernel does not read.
     """
-    _check(out, q, k, v, pages, layout, loop, block_table, query_start, seq_lens, k_matrix, v_matrix, k_means)
+    _check(out, q, k, v, pages, layout, loop, block_table, query_start, seq_lens, k_matrix, v_matrix, k_means, group)
+    if check_table and len(seq_lens):
+        starts, queries = query_start.tolist(), query_start.diff()
+        if starts[0] or starts[-1] > len(q) or not 0 <= int(queries.min()) <= int(queries.max()) <= max_queries:
+            raise ValueError(f"query_start must rise from 0 to at most {len(q)} by at most {max_queries}, got {starts}")
+        check_pages(block_table, seq_lens - queries, layout.page_tokens, len(pages))
     heads, head_dim = k.shape[1:]
     repeat = q.shape[1] // heads
     parameters = tuned("prefill_attention", pages.device)
@@ -314,23 +331,27 @@ def prefill_attention(
         *(stride for tensor in (out, q, k, v) for stride in tensor.stride()[:2]),
         head_stride(k_matrix), head_stride(v_matrix), *words.stride()[:2], block_table.stride(0),
         *(layout.planes_of(kv, group)[0].offset // 2 for kv in "kv"),
-        CHAIN=_chain(layout, loop), ALPHA=layout.config.coefficient != "unit", R=repeat, S=layout.page_tokens,
+        **chain(layout, loop), R=repeat, S=layout.page_tokens,
         D=head_dim, BLOCK_D=triton.next_power_of_2(head_dim), **parameters,
     )  # fmt: skip
 
 
-def _chain(layout: PageLayout, loop: int) -> tuple[tuple, ...]:
-    """For each loop from the anchor to ``loop``: loop, bits, group size, first word of codes, metadata and alpha."""
+def chain(layout: PageLayout, loop: int) -> dict[str, object]:
+    """CHAIN: for each loop from the anchor to ``loop``, it, its bits, group size, and the first word of its codes,
+    metadata and alpha, counted from the start of K or V; ALPHA: whether coefficients are stored."""
     plan = {entry[0]: entry for entry in coding_plan(layout)}
-    return tuple((*plan[read][:3], *plan[read][5:]) for read in reversed(loops_read(layout.config, loop)))
+    read = tuple((*plan[stored][:3], *plan[stored][5:]) for stored in reversed(loops_read(layout.config, loop)))
+    return {"CHAIN": read, "ALPHA": layout.config.coefficient != "unit"}
 
 
-def _check(out, q, k, v, pages, layout, loop, block_table, query_start, seq_lens, k_matrix, v_matrix, k_means) -> None:
-    check_layout(layout, pages, k_matrix, v_matrix)
+def _check(
+    out, q, k, v, pages, layout, loop, block_table, query_start, seq_lens, k_matrix, v_matrix, k_means, group
+) -> None:
+    check_layout(layout, pages, k_matrix, v_matrix, group)
     loops, head_dim = layout.config.loops, layout.head_dim
     if not 0 <= loop < loops:
         raise ValueError(f"loop must be from 0 to {loops - 1}, got {loop!r}")
-    if q.dim() != 3 or k.dim() != 3 or q.shape[1] % k.shape[1]:
+    if q.dim() != 3 or k.dim() != 3 or not k.shape[1] or q.shape[1] % k.shape[1]:
         raise ValueError(f"q and k must have shape [T, Hq, D] and [T, H, D], got {list(q.shape)} and {list(k.shape)}")
     tokens, heads = k.shape[:2]
     square = [[head_dim, head_dim], [heads, head_dim, head_dim]]

@@ -64,6 +64,8 @@ def stage_kv(staged: Tensor, k: Tensor, v: Tensor, sanitised: Tensor | None = No
         ValueError: an argument of another shape, dtype or device.
     """
     floats = (torch.bfloat16, torch.float16, torch.float32)
+    if k.dim() != 3:
+        raise ValueError(f"k must have shape [T, H, D], got {list(k.shape)}")
     tokens, heads, head_dim = shape = list(k.shape)
     check_tensors(
         k.device,

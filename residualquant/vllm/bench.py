@@ -3,8 +3,9 @@
     python -m residualquant.vllm.bench data/h200/vllm_speed.json [ouro|huginn] [compiled]
 
 A packed and a raw engine run one after the other, each in a process of its own; the file is written after every step.
-The time of a step is that of 65 tokens less that of one, over 64, the prompts being prefix hits by then. With
-"compiled" the engine compiles as vLLM does by itself, else CUDA graphs alone are used, which start sooner.
+The time of a step is that of 65 tokens less that of one, over 64, the prompts being prefix hits by then. Requests that
+do not fit all at once are not timed. With "compiled" the engine compiles as vLLM does by itself, else CUDA graphs alone
+are used, which start sooner.
 """
 
 from __future__ import annotations
@@ -23,9 +24,10 @@ from residualquant.repro.paths import write_atomic
 from residualquant.repro.provenance import provenance
 
 SETTINGS = {"packed": {"residualquant": {"preset": "INT2/4 g=32", "rotation": "hadamard"}}, "raw": {}}
-SHAPES = {"ouro": (OuroConfig(), "OuroForCausalLM"), "huginn": (HuginnConfig(), "RavenForCausalLM")}
-POINTS = ((2048, 64), (2048, 1), (2048, 8))  # tokens of a prompt, requests at a time
-MORE_POINTS = ((16384, 1), (4096, 32))  # where the model's positions reach so far
+SHAPES = {  # configuration, architecture, (tokens of a prompt, requests at a time)
+    "ouro": (OuroConfig(), "OuroForCausalLM", ((2048, 64), (2048, 1), (2048, 8), (16384, 1))),
+    "huginn": (HuginnConfig(), "RavenForCausalLM", ((2048, 1), (2048, 8))),
+}
 NEW_TOKENS = 64
 OPTIONS = {"max_num_batched_tokens": 2048, "max_num_seqs": 64, "gpu_memory_utilization": 0.9, "dtype": "bfloat16"}
 GRAPHS = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 8, 32, 64]}
@@ -50,7 +52,8 @@ def measure(config: OuroConfig | HuginnConfig, architecture: str, points, keep, 
         engine = LLM(folder, load_format="dummy", skip_tokenizer_init=True, max_model_len=longest, **options)
     cache = engine.llm_engine.vllm_config.cache_config
     keep("engine_seconds", round(time.perf_counter() - begun, 1))
-    keep("tokens_that_fit", cache.num_gpu_blocks * cache.block_size)
+    fit = cache.num_gpu_blocks * cache.block_size
+    keep("tokens_that_fit", fit)
     draw, rows = random.Random(0), []
 
     def seconds(prompts: list[dict], tokens: int) -> float:
@@ -62,6 +65,8 @@ def measure(config: OuroConfig | HuginnConfig, architecture: str, points, keep, 
         return time.perf_counter() - start
 
     for tokens, requests in points:
+        if requests * (tokens + NEW_TOKENS) > fit:
+            continue
         drawn = [[draw.randrange(10, config.vocab_size) for _ in range(tokens)] for _ in range(requests)]
         prompts = [{"prompt_token_ids": ids} for ids in drawn]
         prefill = seconds(prompts, 1)
@@ -78,8 +83,7 @@ def measure(config: OuroConfig | HuginnConfig, architecture: str, points, keep, 
 
 def run(path: Path, kind: str, family: str, compiled: bool) -> None:
     """Measure one engine, and keep what is known under ``kind`` in the file."""
-    config, architecture = SHAPES[family]
-    reach = max(tokens for tokens, _ in MORE_POINTS) + 2 * NEW_TOKENS <= config.max_position_embeddings
+    config, architecture, points = SHAPES[family]
     options = OPTIONS | {"additional_config": SETTINGS[kind]} | ({} if compiled else {"compilation_config": GRAPHS})
 
     def keep(name: str, value) -> None:
@@ -89,7 +93,7 @@ def run(path: Path, kind: str, family: str, compiled: bool) -> None:
         write_atomic(path, json.dumps(record | {"provenance": provenance("cuda")}, indent=1) + "\n")
         print(f"{kind}: {name} {value}", flush=True)
 
-    measure(config, architecture, POINTS + (MORE_POINTS if reach else ()), keep, **options)
+    measure(config, architecture, points, keep, **options)
 
 
 def main(path: str, *words: str) -> None:

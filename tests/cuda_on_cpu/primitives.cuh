@@ -182,6 +182,13 @@ inline void copy_async(uint8_t* target, const uint8_t* source) {
 }
 
 inline void prefetch(const void*) {}
+inline void prefetch(const void* address, uint32_t bytes) {
+  if ((uintptr_t)address % 16 || bytes % 16) {
+    fprintf(stderr, "a prefetch is not aligned\n");
+    abort();
+  }
+}
+inline void wait_for_predecessor() {}
 
 inline void commit_copies() {
   self().groups.push_back(std::move(self().open));

@@ -45,9 +45,12 @@ def tiny_ouro(tmp_path_factory):
 @pytest.fixture(scope="module")
 def start_engine():
     """A function that starts an engine in this process; a module's engines end with it, for each takes a gigabyte."""
+    import torch
     from vllm import LLM
 
     engines = []
+    on_gpu = torch.cuda.is_available()
+    memory = {"gpu_memory_utilization": 0.03, "kv_cache_memory_bytes": 2**28} if on_gpu else {}
 
     def start(model, **options):
         defaults = {
@@ -57,6 +60,7 @@ def start_engine():
             "max_model_len": MAX_MODEL_LEN,
             "max_num_seqs": 8,
             "block_size": 16,
+            **memory,
         }
         engines.append(LLM(str(model), **(defaults | options)))
         return engines[-1]

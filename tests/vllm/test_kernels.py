@@ -1,5 +1,7 @@
 """Packed pages by kernels: the same steps as the plain pages take, on Triton's interpreter where there is no GPU."""
 
+import random
+
 import pytest
 import torch
 from vllm import SamplingParams
@@ -129,8 +131,9 @@ def test_a_value_that_is_not_finite_stays_with_its_token():
 
 
 def test_every_step_of_an_engine_is_what_the_plain_pages_make_of_it(start_engine, tiny_ouro, monkeypatch):
-    """Chunked prompts, mixed steps and decodes."""
+    """Chunked prompts, mixed steps and decodes; on a GPU two hundred requests, with preemption and prefix hits."""
     kinds, errors, wrong = set(), [], []
+    at_once, budget, new_tokens = (8, 64, 12) if DEVICE.type == "cuda" else (3, 16, 4)
 
     class Compared(type(both(preset("INT2/4 g=32"))[1])):
         def attend(self, loop, q, k, v, pages, batch, out=None):
@@ -148,20 +151,28 @@ def test_every_step_of_an_engine_is_what_the_plain_pages_make_of_it(start_engine
 
     def by_kernels(self, vllm_config, config, rotations, device):
         layout = PageLayout(config, self.shape.head_dim, vllm_config.cache_config.block_size)
-        scratch = Scratch(3, self.heads, self.kv_heads, self.shape.head_dim, 256, device)
+        scratch = Scratch(at_once, self.heads, self.kv_heads, self.shape.head_dim, 256, device)
         return [Compared(layout, rotations, layer, scratch) for layer in range(self.shape.layers)]
 
     monkeypatch.setattr(AttentionLayers, "_packed", by_kernels)
     settings = {"residualquant": {"preset": "INT2/4 g=32", "rotation": "hadamard"}}
     engine = start_engine(
-        tiny_ouro, additional_config=settings, max_num_batched_tokens=16, max_num_seqs=3, num_gpu_blocks_override=16
-    )
+        tiny_ouro, additional_config=settings, max_num_batched_tokens=budget, max_num_seqs=at_once,
+        num_gpu_blocks_override=16, disable_log_stats=False,
+    )  # fmt: skip
     errors.clear(), wrong.clear(), kinds.clear()
-    prompts = [{"prompt_token_ids": list(range(3, 3 + length))} for length in (5, 30, 17)]
-    engine.generate(prompts, SamplingParams(max_tokens=4, temperature=0, ignore_eos=True), use_tqdm=False)
+    prompts, draw = [list(range(3, 3 + length)) for length in (5, 30, 17)], random.Random(0)
+    if DEVICE.type == "cuda":
+        prompts += [prompts[1][: draw.choice((0, 16))] + draw.choices(range(320), k=32) for _ in range(197)]
+    params = SamplingParams(max_tokens=new_tokens, temperature=0, ignore_eos=True)
+    outputs = engine.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
+    assert [len(output.outputs[0].token_ids) for output in outputs] == [new_tokens] * len(prompts)
     assert kinds == {(True, False), (False, True), (True, True)}
     assert max(errors) < TOLERANCE
     assert max(wrong) < 1e-3
+    if DEVICE.type == "cuda":
+        (preemptions,) = (metric.value for metric in engine.get_metrics() if metric.name == "vllm:num_preemptions")
+        assert preemptions and any(output.num_cached_tokens for output in outputs)
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from residualquant.evals.tasks import problems
 from residualquant.models import load_model
 from residualquant.models.loading import model_folder
 from residualquant.vllm.attention import LoopedAttention
+from residualquant.vllm.ouro import OuroForCausalLM
 
 MODEL = "mini-ouro-maths"
 CONFIG = preset("INT2/4 g=32", rotation="hadamard")
@@ -103,6 +104,48 @@ def test_attention_of_every_step_is_the_reference(engine, prompts, monkeypatch):
         for loop, layer, q, k, v, out in seen
     )
     assert worst < 1e-3
+
+
+def test_given_the_same_past_every_step_is_the_torch_engines(engine, reference, prompts, monkeypatch):
+    """The torch engine's tokens, K and V are put in place of vLLM's, which would come to other codes by rounding."""
+    logits, past = [], []
+
+    def recorded(attend):
+        def call(loop, layer, q, k, v):
+            past.append((k[0].clone(), v[0].clone()))
+            return attend(loop, layer, q, k, v)
+
+        return call
+
+    (prompt,) = prompts[:1]
+    hooks = [
+        reference.register_forward_pre_hook(lambda model, args: (*args[:2], recorded(args[2]))),
+        reference.register_forward_hook(lambda model, args, out: logits.append(out.logits[0, -1])),
+    ]
+    (decoded,) = iter_decode(reference, [prompt], [CONFIG], NEW_TOKENS, set(), progress=False)
+    for hook in hooks:
+        hook.remove()
+    attend, compute_logits = LoopedAttention.attend, OuroForCausalLM.compute_logits
+    theirs, states, forced = iter(past), [], zip(logits, decoded.tokens)
+    worst = []
+
+    def attend_with_theirs(self, loop, q, k, v, batch, out):
+        for mine, given in zip((k, v), next(theirs)):
+            states.append(((mine - given).norm() / given.norm()).item())
+            mine.copy_(given)
+        attend(self, loop, q, k, v, batch, out)
+
+    def choose_theirs(self, hidden_states):
+        own = compute_logits(self, hidden_states)
+        expected, token = next(forced)
+        worst.append((own[0] - expected).abs().max().item())
+        return torch.zeros_like(own).index_fill_(1, torch.tensor(token), 1.0)
+
+    monkeypatch.setattr(LoopedAttention, "attend", attend_with_theirs)
+    monkeypatch.setattr(OuroForCausalLM, "compute_logits", choose_theirs)
+    assert tokens_of(run(engine, [prompt])) == [decoded.tokens]
+    assert len(worst) == NEW_TOKENS and next(theirs, None) is None
+    assert max(states) < 1e-5 and max(worst) < 1e-4
 
 
 def test_tokens_that_fit_by_vllms_own_count(engine):
