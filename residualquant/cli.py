@@ -12,56 +12,20 @@ import re
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
 import tyro
 
 from residualquant.errors import ResidualQuantError, check_count
+from residualquant.options import Changes, KVOptions, Only, Profile, check_file, from_0, label_of, read_text_file
 
-Profile = Annotated[str, tyro.conf.arg(help="smoke (minutes), mini (2-core CPU), full (one GPU) or paper.")]
-Only = Annotated[tuple[str, ...], tyro.conf.arg(help="Labels to make, such as table2 figure1_left; all when empty.")]
-Bits = Annotated[
-    tuple[int, ...] | None, tyro.conf.arg(help="Bits of each loop, such as 4 2 0 4; overrides the label's.")
-]
-
-MOST_LOOPS = 1024  # of a loop group; a configuration lists every one of them
-
-
-@dataclass(frozen=True)
-class KVOptions:
-    """Changes applied to every label given; what is not given stays as the label has it."""
-
-    reference: str | None = None
-    """What predicts a loop: last (the method), first, previous, next, or direct for none."""
-    coefficient: str | None = None
-    """How the reference is scaled: ls (least squares), norm_ratio or unit."""
-    rotation: str | None = None
-    """Change of basis before coding: none, hadamard, or oscar and optr_h, which are calibrated."""
-    bits: Bits = None
-    loops: int | None = None
-    """Loops coded together (Huginn: 4, 8 or 16 of its 32); 4, or all of a model that has fewer, when left out."""
-    group_size: int | None = None
-    """Channels per scale and offset in loops of 1-3 bits: 16, 32 or 64."""
-    int2_clip: float | None = None
-    """Factor on the half-range of a 2-bit group (the method: 0.9)."""
-
-    def configs(self, labels: Sequence[str], model_loops: int = 4):
-        """The KV configurations of ``labels``, changed as asked; BF16 stays as it is."""
-        from residualquant.config import preset
-
-        changes = {k: v for k, v in vars(self).items() if v is not None and k != "loops"}
-        loops = min(4, model_loops) if self.loops is None else self.loops
-        if loops > MOST_LOOPS:
-            raise ValueError(f"loops must be at most {MOST_LOOPS}, got {loops}")
-        configs = [preset(label, loops, **({} if label == "BF16" else changes)) for label in labels]
-        return list(dict.fromkeys(configs))
+NO_CHANGES, WITH_OPTR_H, WITH_HADAMARD = KVOptions(), KVOptions(rotation="optr_h"), KVOptions(rotation="hadamard")
 
 
 def bits(
     labels: Annotated[tuple[str, ...], tyro.conf.Positional] = (),
-    kv: Annotated[KVOptions, tyro.conf.arg(name="")] = KVOptions(),
+    kv: Changes = NO_CHANGES,
     head_dim: int = 128,
 ) -> None:
     """Effective bits, bytes, reads and capacity of KV configurations: arithmetic, no model.
@@ -98,7 +62,7 @@ def bits(
 def evaluate(
     task: str,
     config: tuple[str, ...] = ("BF16", "INT2/4 g=32"),
-    kv: Annotated[KVOptions, tyro.conf.arg(name="")] = KVOptions(),
+    kv: Changes = NO_CHANGES,
     rotations: Path | None = None,
     n: int = 100,
     model: str | None = None,
@@ -131,9 +95,10 @@ def evaluate(
     for name, value in (("n", n), ("max_new_tokens", max_new_tokens)):
         if value is not None:
             check_count(name, value)  # before minutes of calibration
-    _check_file("records", records)
+    check_file("records", records)
     loaded = _load(task, model, device)
-    configs = kv.configs(config, loaded.kv_shape.loops)
+    shape = loaded.kv_shape
+    configs = kv.configs(config, shape.loops, shape.layers)
     learnt = _rotations(loaded, configs, task, rotations)
     records = records or runs_dir("eval") / f"{loaded.name}.{task}.jsonl"
     options = {"rotations": learnt, "max_new_tokens": max_new_tokens, "engine": engine}
@@ -152,7 +117,7 @@ def _accuracy_row(model, config, cell, bf16) -> dict:
     n, right = cell.identity["n"], sum(cell.correct.values())
     low, high = wilson(right, n)
     row = {
-        "config": config.label,
+        "config": label_of(config),
         "reference": "none" if config.is_off else config.reference,
         "coefficient": "none" if config.anchor is None or config.is_off else config.coefficient,
         "rotation": "none" if config.is_off else config.rotation,
@@ -211,7 +176,7 @@ def _kept_rotations(model, config, folder: Path):
             fitting.append((one.name, load_rotations(one, model, config)))
     if len(fitting) != 1:
         names = ", ".join(name for name, _ in fitting) or "none"
-        what = f"{model.name}, {config.label}, {config.reference}, {config.rotation}"
+        what = f"{model.name}, {label_of(config)}, {config.reference}, {config.rotation}"
         raise ResidualQuantError(f"one calibration in {folder} must be of {what}; these are: {names}; name its folder")
     return fitting[0][1]
 
@@ -219,7 +184,7 @@ def _kept_rotations(model, config, folder: Path):
 def inspect(
     task: str = "words",
     config: str = "INT2/4 g=32",
-    kv: Annotated[KVOptions, tyro.conf.arg(name="")] = KVOptions(),
+    kv: Changes = NO_CHANGES,
     trace: Path | None = None,
     rotations: Path | None = None,
     n: int = 8,
@@ -258,7 +223,7 @@ def inspect(
         seen = Traced.live(loaded, unseen_texts(loaded, task, sizes.fit, sizes.holdout, n), queries)
     else:
         loaded, seen = None, Traced.open(trace)
-    (asked,) = kv.configs([config], seen.shape.loops)
+    (asked,) = kv.configs([config], seen.shape.loops, seen.shape.layers)
     learnt = None
     if asked.rotation in CALIBRATED or rotations is not None:
         loaded = loaded or _load(task, model or seen.model, "cpu")
@@ -271,12 +236,12 @@ def inspect(
     draw_inspection(table).save(out, "inspect")
     for rows in (loop_means(table), worst(table)):
         _print_table(rows.map(lambda x: f"{x:.4g}" if isinstance(x, float) else x).to_dict("records"))
-    print(f"{seen.model}, {asked.label}: means over layers and heads, worst places; everything in {show(out)}")
+    print(f"{seen.model}, {label_of(asked)}: means over layers and heads, worst places; everything in {show(out)}")
 
 
 def calibrate(
     config: str = "INT2/4 g=32",
-    kv: Annotated[KVOptions, tyro.conf.arg(name="")] = KVOptions(rotation="optr_h"),
+    kv: Changes = WITH_OPTR_H,
     task: str = "words",
     model: str | None = None,
     fit: int = 128,
@@ -317,13 +282,14 @@ def calibrate(
         print(how)
         return
     begun, loaded = time.monotonic(), _load(task, model, device)
-    (asked,) = kv.configs([config], loaded.kv_shape.loops)
+    shape = loaded.kv_shape
+    (asked,) = kv.configs([config], shape.loops, shape.layers)
     sizes = calibration.CalibrationSizes(fit, holdout, steps, seed)
     calibration.calibrated(loaded, asked, task, sizes, out)
     folder = calibration.artefact_folder(loaded, asked, task, sizes, out)
     _print_table(calibration.loss_table(folder))
     print(
-        f"{loaded.name}, {asked.label}: rotations in {show(folder)}; losses are of held-out problems; "
+        f"{loaded.name}, {label_of(asked)}: rotations in {show(folder)}; losses are of held-out problems; "
         f"{time.monotonic() - begun:.0f} s (--estimate: other models)"
     )
 
@@ -368,13 +334,13 @@ def trace(
     from residualquant.trace import Selection, write_trace
 
     check_count("n", n)
-    _check_file("out", out)
+    check_file("out", out)
     loaded = _load(task, model, device)
     shape = loaded.kv_shape
-    chosen = _from_0("loops", loops, shape.loops), _from_0("layers", layers, shape.layers)
+    chosen = from_0("loops", loops, shape.loops), from_0("layers", layers, shape.layers)
     keep = Selection(*chosen, edge=edge).resolve(loaded)
     if text:
-        texts = [tokenizer_of(loaded).encode(_read_text(file)).ids for file in text]
+        texts = [tokenizer_of(loaded).encode(read_text_file(file)).ids for file in text]
         source = ", ".join(file.name for file in text)
     else:
         texts = training_texts(loaded, task, n, start, split)
@@ -384,36 +350,10 @@ def trace(
     print(f"{loaded.name}, {source}: {out.stat().st_size / 2**20:.1f} MiB in {show(out)}")
 
 
-def _check_file(name: str, path: Path | None) -> None:
-    """``path`` can be the name of a file to write."""
-    if path is not None and (not path.name or path.is_dir()):
-        raise ValueError(f"{name} must name a file, got the folder {str(path)!r}")
-
-
-def _from_0(name: str, chosen: tuple[int, ...] | None, count: int) -> tuple[int, ...] | None:
-    """Numbers from 1 as a user gives them, counted from 0."""
-    if chosen is None:
-        return None
-    if not chosen or not set(chosen) <= set(range(1, count + 1)) or len(set(chosen)) < len(chosen):
-        given = " ".join(map(str, chosen)) or "none"
-        raise ValueError(f"{name} must be different numbers from 1 to {count}, got {given}")
-    return tuple(i - 1 for i in chosen)
-
-
-def _read_text(file: Path) -> str:
-    try:
-        text = file.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{file} is no text in UTF-8: {error.reason} at byte {error.start}") from error
-    if not text:
-        raise ValueError(f"{file} is empty: got 0 characters")
-    return text
-
-
 def serve(
     model: Annotated[str, tyro.conf.Positional],
     config: str = "INT2/4 g=32",
-    kv: Annotated[KVOptions, tyro.conf.arg(name="")] = KVOptions(rotation="hadamard"),
+    kv: Changes = WITH_HADAMARD,
     rotations: Path | None = None,
     only_print: bool = False,
 ) -> None:
@@ -439,8 +379,8 @@ def _serve_command(extra: Sequence[str]) -> Callable[..., None]:
     def command(model, config, kv, rotations, only_print):
         from residualquant.vllm.serve import ENVIRONMENT, check_installed, environment, serve_command
 
-        settings = {"preset": config, **vars(kv), "rotations": rotations and str(rotations)}
-        line = serve_command(model, {k: v for k, v in settings.items() if v is not None}, extra)
+        settings = {"preset": config, **kv.given} | ({"rotations": str(rotations)} if rotations else {})
+        line = serve_command(model, settings, extra)
         print(shlex.join([*(f"{k}={v}" for k, v in ENVIRONMENT.items()), *line]), flush=True)
         if not only_print:
             check_installed()

@@ -10,10 +10,22 @@ from types import SimpleNamespace
 import torch
 
 from residualquant.attention import to_bf16
+from residualquant.config import KVQuantConfig, preset
 from residualquant.evals.tasks import FROZEN, TASKS, problems
 from residualquant.models.base import EDGE, KVShape, LoopedModel, LoopedOutput
 from residualquant.rotation import Rotation
 from residualquant.rotation.hadamard import hadamard_matrix
+
+# what every way of holding and decoding a past is tested with: precisions, references, groups, rotations
+CODECS = (
+    preset("BF16"),
+    preset("INT2 g=32"),
+    preset("INT2/4 g=16", rotation="hadamard"),
+    preset("INT2/4 g=32", reference="previous"),
+    preset("INT4 g=32", reference="direct", rotation="hadamard"),
+    KVQuantConfig(bits=(3, 0, 8, 16), group_size=16, rotation="hadamard"),
+    KVQuantConfig(bits=(2, 4)),
+)
 
 
 class TextTokenizer:
@@ -166,7 +178,6 @@ def main():
     import sys
 
     import residualquant.engine
-    from residualquant.config import preset
     from residualquant.evals import run
 
     records, task, n, log, delay = sys.argv[1:]

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 import torch
-from stand_ins import ScriptedModel
+from stand_ins import CODECS, ScriptedModel
 
 from residualquant.attention import PackedAttention
 from residualquant.batch import Coding, DecodeCache, RotationStack, Slots, codings, turn
@@ -15,13 +15,7 @@ from residualquant.models.base import EDGE, KVShape
 from residualquant.rotation import Rotation
 
 CONFIGS = [
-    preset("BF16"),
-    preset("INT2 g=32"),
-    preset("INT2/4 g=16", rotation="hadamard"),
-    preset("INT2/4 g=32", reference="previous"),
-    preset("INT4 g=32", reference="direct", rotation="hadamard"),
-    KVQuantConfig(bits=(3, 0, 8, 16), group_size=16, rotation="hadamard"),
-    KVQuantConfig(bits=(2, 4)),
+    *CODECS,
     preset("INT2/4 g=32", rotation="oscar"),
     preset("INT2/4 g=32", rotation="optr_h"),
     preset("INT2/4 g=32", rotation="hadamard", int2_clip=0.8),

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from stand_ins import CODECS
 
 from residualquant import layout
 from residualquant.attention import PackedAttention, attend_past_and_step, attend_prompt, rotate, to_bf16
@@ -14,13 +15,7 @@ from residualquant.rotation import Rotation
 
 SHAPE = KVShape(loops=4, layers=2, kv_heads=2, head_dim=64)
 CONFIGS = [
-    preset("BF16"),
-    preset("INT2 g=32"),
-    preset("INT2/4 g=16", rotation="hadamard"),
-    preset("INT2/4 g=32", reference="previous"),
-    preset("INT4 g=32", reference="direct", rotation="hadamard"),
-    KVQuantConfig(bits=(3, 0, 8, 16), group_size=16, reference="last", rotation="hadamard"),
-    KVQuantConfig(bits=(2, 4)),
+    *CODECS,
     preset("INT2 g=32", sink_tokens=2, recent_tokens=3),
     preset("INT2 g=32", rotation="hadamard", layer_bits=((0, (16,) * 4),)),
 ]

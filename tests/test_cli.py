@@ -273,9 +273,27 @@ def test_eval_without_a_tokenizer_is_one_sentence(capsys, home, tiny_model):
     assert code == 2 and err == "residualquant: the model tiny has no tokenizer.json beside its weights\n"
 
 
+def test_layers_of_their_own_precision(capsys, home, tiny_model):
+    """Layers count from 1 on the command line; with both raw the whole cache is BF16."""
+    argv = (*EVAL, "INT2 g=32", "--n", "1", "--max-new-tokens", "2", "--layer-bits", "1:16,16,16,4")
+    code, out, err = call(capsys, *argv)
+    assert code == 0 and "INT2 g=32, layer 1 INT[16,16,16,4]" in out, err
+    (cell,) = read_records(paths.runs_dir("eval") / "tiny.words.jsonl.xz").cells.values()
+    assert cell.identity["kv"]["layer_bits"] == [[0, [16, 16, 16, 4]]]
+    inspected = ("inspect", "--n", "1", "--queries", "3", "--config", "INT2 g=32", "--layer-bits", "1:4,4,4,4")
+    code, out, err = call(capsys, *inspected)
+    assert code == 0 and "layer 1 INT4" in out, err
+    assert ",4,4," in (paths.runs_dir("inspect") / "tiny.words" / "inspect.csv").read_text().splitlines()[1]
+
+
 @pytest.mark.parametrize(
     "options",
     [
+        ("--layer-bits", "0:4,4,4,4"),
+        ("--layer-bits", "2:4,4,4,4"),
+        ("--layer-bits", "1:4,4"),
+        ("--layer-bits", "1=4,4,4,4"),
+        ("--layer-bits", "1:5,4,4,4"),
         ("--max-new-tokens", "0"),
         ("--bits", "2", "2", "4"),
         ("--n", "0"),

@@ -7,7 +7,7 @@ import dataclasses
 
 import pytest
 import torch
-from stand_ins import ScriptedModel
+from stand_ins import CODECS, ScriptedModel
 
 from residualquant.attention import PackedAttention, attend_prompt, to_bf16
 from residualquant.cache import PackedCache
@@ -19,13 +19,7 @@ from residualquant.rotation import Rotation
 NEW = 10
 EOS = {1}
 CONFIGS = [
-    preset("BF16"),
-    preset("INT2 g=32"),
-    preset("INT2/4 g=16", rotation="hadamard"),
-    preset("INT2/4 g=32", reference="previous"),
-    preset("INT2 g=32", reference="direct", rotation="hadamard"),
-    KVQuantConfig(bits=(3, 0, 8, 16), group_size=16, rotation="hadamard"),
-    KVQuantConfig(bits=(2, 4)),
+    *CODECS,
     preset("INT2/4 g=32", rotation="oscar"),
     preset("INT2 g=32", sink_tokens=2, recent_tokens=3),
     preset("INT2 g=32", rotation="hadamard", recent_tokens=4),

@@ -149,7 +149,7 @@ def _protocol(what: str, fit: int, holdout: int, settings: OptRHSettings) -> dic
 
 
 def estimates(model: str) -> tuple[list[dict], str]:
-    """What calibrating ``model`` takes at most on the GPU of the record, Ouro-1.4B beside it; and how that is known.
+    """About what calibrating ``model`` takes on the GPU of the record, Ouro-1.4B beside it; and how that is known.
 
     Memory and time are in proportion to a layer's queries, keys and values, but a layer with fewer than that of the
     record is not taken to be faster. No weights are read.
@@ -166,8 +166,8 @@ def estimates(model: str) -> tuple[list[dict], str]:
     rows = [_estimate(name, *shape, kept) for name, shape in shapes.items()]
     here = mini["provenance"]
     return rows, (
-        f"At most, on one {kept['provenance']['gpu']}: OptR-H, {_sizes(kept)} of {kept['protocol']['tokens']} tokens; "
-        "a forward pass per text comes on top, once for as many layers as fit the memory.\n"
+        f"Estimated from one layer of Ouro-1.4B on one {kept['provenance']['gpu']}: OptR-H, {_sizes(kept)} of "
+        f"{kept['protocol']['tokens']} tokens. A forward pass per text and per as many layers as fit comes on top.\n"
         f"Measured: {mini['model']}, {_sizes(mini)}, everything included: {mini['cpu_seconds']:.0f} s of CPU time on "
         f"{here['threads']} of {here['cores']} cores ({here['cpu']})."
     )

@@ -116,12 +116,8 @@ def evaluate(
     """
     from residualquant.engine import check_request
 
-    _check_model(model, n)
-    if max_new_tokens is not None:
-        check_count("max_new_tokens", max_new_tokens)
-    check_type("configs", configs, Sequence)
-    check_type("rotations", rotations or {}, Mapping)
-    rotations = dict(rotations or {})
+    _check_model(model, n, max_new_tokens)
+    rotations = rotations or {}
     _check_configs(model, configs, rotations)
     chosen = problems(task, n, family=model.family)
     limit = frozen(task, model.family).max_new_tokens if max_new_tokens is None else max_new_tokens
@@ -165,9 +161,11 @@ def _say_what_is_there(writer: Writer, cells: Sequence[Cell], progress: bool) ->
         print(f"{cells[0].identity['task']}: {done} of {total} answers are in {show(writer.path)}", file=sys.stderr)
 
 
-def _check_model(model: LoopedModel, n: int) -> None:
-    """It can be asked ``n`` problems."""
+def _check_model(model: LoopedModel, n: int, max_new_tokens: int | None) -> None:
+    """It can be asked ``n`` problems, for answers of so many tokens."""
     check_count("n", n)
+    if max_new_tokens is not None:
+        check_count("max_new_tokens", max_new_tokens)
     if model.tokenizer is None:
         raise ResidualQuantError(f"the model {model.name} has no tokenizer.json beside its weights")
     if not model.stop_ids:
@@ -180,6 +178,8 @@ def _check_configs(model: LoopedModel, configs: Sequence[KVQuantConfig], rotatio
     from residualquant.layout import check_head_dim
     from residualquant.rotation.calibration import CALIBRATED, rotations_hash
 
+    check_type("configs", configs, Sequence)
+    check_type("rotations", rotations, Mapping)
     codecs = set()
     for index, config in enumerate(configs):
         check_type("a configuration", config, KVQuantConfig)

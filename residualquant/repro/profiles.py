@@ -176,7 +176,7 @@ PROFILES = {
             "full",
             {"ouro": _sizes(800, 400), "huginn": _sizes(400, 400)},
             device="cuda",
-            cost="some twenty minutes on one H200, in four parts",
+            cost="some twenty minutes on one H200, four processes at once",
         ),
         Profile(
             "paper",
