@@ -310,20 +310,16 @@ def prefill_attention(
         max_queries: no sequence has more tokens in q.
         scale: of the scores, 1/sqrt(D) as a rule.
         k_matrix, v_matrix, k_means, group: as given to the writer.
-        check_table: make sure that query_start, seq_lens and max_queries agree and that pages named by the block table
-            exist; waits for the GPU.
+        check_table: make sure that query_start and max_queries agree and that pages exist; waits for the GPU.
 
     Raises:
         ValueError: an argument of another shape, dtype or device, or a layout that the kernel does not read.
     """
     _check(out, q, k, v, pages, layout, loop, block_table, query_start, seq_lens, k_matrix, v_matrix, k_means, group)
     if check_table and len(seq_lens):
-        starts, queries = query_start.tolist(), query_start.diff()
-        if starts[0] or starts[-1] > len(q) or not 0 <= int(queries.min()) <= int(queries.max()) <= max_queries:
-            raise ValueError(f"query_start must rise from 0 to at most {len(q)} by at most {max_queries}, got {starts}")
+        queries = _checked_queries(query_start, len(q), max_queries)
         check_pages(block_table, seq_lens - queries, layout.page_tokens, len(pages))
-    heads, head_dim = k.shape[1:]
-    repeat = q.shape[1] // heads
+    (heads, head_dim), repeat = k.shape[1:], q.shape[1] // k.shape[1]
     parameters = tuned("prefill_attention", pages.device)
     blocks = triton.cdiv(max_queries, parameters["BLOCK_M"] // repeat)
     if not blocks * len(seq_lens):
@@ -337,6 +333,14 @@ def prefill_attention(
         **chain(layout, loop), R=repeat, S=layout.page_tokens,
         D=head_dim, BLOCK_D=triton.next_power_of_2(head_dim), **parameters,
     )  # fmt: skip
+
+
+def _checked_queries(query_start: Tensor, tokens: int, max_queries: int) -> Tensor:
+    """How many tokens each sequence has in this step, if they are a step's."""
+    starts, queries = query_start.tolist(), query_start.diff()
+    if starts[0] or starts[-1] > tokens or not 0 <= int(queries.min()) <= int(queries.max()) <= max_queries:
+        raise ValueError(f"query_start must rise from 0 to at most {tokens} by at most {max_queries}, got {starts}")
+    return queries
 
 
 def chain(layout: PageLayout, loop: int) -> dict[str, object]:
