@@ -135,6 +135,8 @@ def check_config(vllm_config) -> None:
     Raises:
         ResidualQuantError: one sentence.
     """
+    from residualquant.vllm.startup import on_one_thread
+
     if vllm_config.model_config is None:
         return
     architecture = vllm_config.model_config.architecture
@@ -149,7 +151,7 @@ def check_config(vllm_config) -> None:
         settings = settings_of(vllm_config)
         if settings.rotations is not None:
             heads = slice(0, kv_shape(vllm_config.model_config.hf_config).kv_heads)
-            layer_rotations(vllm_config, heads, torch.device("cpu"))
+            on_one_thread(layer_rotations)(vllm_config, heads, torch.device("cpu"))
         if not settings.config.is_off:
             _check_kernels(vllm_config, settings.config)
     except ValueError as error:

@@ -6,7 +6,7 @@ import functools
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import Tensor, set_num_threads  # by name: vLLM's CPU worker puts another one, which does nothing, in torch
@@ -22,17 +22,21 @@ from residualquant.vllm.paged import PackedPages, StepBatch
 if TYPE_CHECKING:
     from residualquant.vllm.attention import LoopedAttention
 
+T = TypeVar("T")
 TOLERANCE = 2e-2  # of attention outputs of order 1; kernels multiply in BF16
 PIECES = (21, 1, 1)  # tokens of a prompt, then of decode steps
 
 logger = init_logger("vllm.residualquant")  # vLLM shows what is logged under its own name
 
 
-def _on_one_thread(check: Callable[..., float]) -> Callable[..., float]:
-    """``check`` on one CPU thread: its tensors are so small that waiting for threads on a busy machine takes longer."""
+def on_one_thread(check: Callable[..., T]) -> Callable[..., T]:
+    """``check`` on one CPU thread: its tensors are so small that waiting for threads on a busy machine takes longer.
+
+    And vLLM may fork this process afterwards: OpenMP's threads, once there, would be waited for in vain in the fork.
+    """
 
     @functools.wraps(check)
-    def run(*args, **kwargs) -> float:
+    def run(*args, **kwargs) -> T:
         threads = torch.get_num_threads()
         set_num_threads(1)
         try:
@@ -43,7 +47,7 @@ def _on_one_thread(check: Callable[..., float]) -> Callable[..., float]:
     return run
 
 
-@_on_one_thread
+@on_one_thread
 def check_paged(
     paged: PackedPages, groups: int, kv_heads: int, device: torch.device, dtype: torch.dtype = torch.float32
 ) -> float:

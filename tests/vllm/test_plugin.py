@@ -25,6 +25,7 @@ from residualquant.pages import read_pages
 from residualquant.residual import decode
 from residualquant.rotation.calibration import calibrate
 from residualquant.vllm import register
+from residualquant.vllm import settings as vllm_settings
 from residualquant.vllm.attention import OP_NAME
 from residualquant.vllm.backend import LoopedKVManager, LoopedKVSpec
 from residualquant.vllm.paged import PackedPages, StepBatch
@@ -184,6 +185,17 @@ def test_rotations_of_another_model_are_refused(rotations):
     settings = {"preset": "INT2/4 g=32", "rotation": "oscar", "rotations": str(rotations)}
     with pytest.raises(ResidualQuantError, match=r"was calibrated for .*, not for .*mini-ouro-maths"):
         engine_config(model_folder("mini-ouro-maths"), settings)
+
+
+def test_the_check_of_rotations_leaves_no_threads_to_a_fork(tiny_ouro, rotations, monkeypatch):
+    threads, seen = torch.get_num_threads(), []
+    monkeypatch.setattr(vllm_settings, "layer_rotations", lambda *_: seen.append(torch.get_num_threads()))
+    set_num_threads(3)
+    try:
+        engine_config(tiny_ouro, {"preset": "INT2/4 g=32", "rotation": "oscar", "rotations": str(rotations)})
+        assert seen == [1] and torch.get_num_threads() == 3
+    finally:
+        set_num_threads(threads)
 
 
 def test_every_process_gets_the_rotations_of_its_heads(tiny_ouro, rotations):
