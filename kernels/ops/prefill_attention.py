@@ -316,8 +316,8 @@ def prefill_attention(
     _check(out, q, k, v, pages, layout, loop, block_table, query_start, seq_lens, k_matrix, v_matrix, k_means, group)
     if check_table and len(seq_lens):
         starts, queries = query_start.tolist(), query_start.diff()
-        if starts[0] or starts[-1] > len(q) or not 0 <= int(queries.min()) <= int(queries.max()) <= max_queries:
-            raise ValueError(f"query_start must rise from 0 to at most {len(q)} by at most {max_queries}, got {starts}")
+        if starts[0] < 0 or starts[-1] > len(q) or not 0 <= int(queries.min()) <= int(queries.max()) <= max_queries:
+            raise ValueError(f"query_start must rise within {len(q)} tokens by at most {max_queries}, got {starts}")
         check_pages(block_table, seq_lens - queries, layout.page_tokens, len(pages))
     heads, head_dim = k.shape[1:]
     repeat = q.shape[1] // heads
