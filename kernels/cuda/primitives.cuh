@@ -45,6 +45,9 @@ __device__ __forceinline__ void prefetch(const void* address, uint32_t bytes) {
   asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(__cvta_generic_to_global(address)), "r"(bytes));
 }
 
+// Let the launch after this one begin, as far as it gets without waiting for this one.
+__device__ __forceinline__ void start_successor() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+
 // Wait until the launches before this one have ended and what they wrote can be read.
 __device__ __forceinline__ void wait_for_predecessor() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 

@@ -37,7 +37,7 @@ from residualquant.layout import PageLayout, loop_bytes, loops_read
 from residualquant.pages import read_pages
 
 LEAST_SPLIT = 256  # tokens: what a split must have at least to be worth its start
-SPLIT_OVERHEAD = 192  # tokens that could be read in the time a split takes to start and end
+SPLIT_OVERHEAD = 500  # tokens that could be read in the time a split takes to start and end
 BLOCKS_PER_PROCESSOR = 1  # thread blocks that a multiprocessor needs to be busy
 MOST_SPLITS = 128
 LOG2_E = math.log2(math.e)
@@ -262,9 +262,7 @@ class Arguments(ctypes.Structure):
     _fields_ = (
         [(name, ctypes.c_void_p) for name in ("pages",)]
         + [(name, ctypes.c_int64) for name in ("page_stride", "page_head_stride")]
-        + [("block_table", ctypes.c_void_p)]
-        + [(name, ctypes.c_int64) for name in ("table_stride", "table_width")]
-        + [("lengths", ctypes.c_void_p)]
+        + [("block_table", ctypes.c_void_p), ("table_stride", ctypes.c_int64), ("lengths", ctypes.c_void_p)]
         + [(name, ctypes.c_void_p) for name in ("q", "k", "v")]
         + [(f"{name}_{of}", ctypes.c_int64) for name in ("q", "k", "v") for of in ("stride", "head_stride")]
         + [(name, ctypes.c_void_p) for name in ("k_matrix", "v_matrix")]
@@ -292,7 +290,6 @@ def fill_arguments(
         page_head_stride=pages.stride(1),
         block_table=table.data_ptr(),
         table_stride=table.stride(0),
-        table_width=table.shape[1],
         lengths=past.lengths.data_ptr(),
         **{name: x.data_ptr() for name, x in (("q", q), ("k", k), ("v", v))},
         **{f"{name}_stride": x.stride(0) for name, x in (("q", q), ("k", k), ("v", v))},
