@@ -37,7 +37,7 @@ from residualquant.layout import PageLayout, loop_bytes, loops_read
 from residualquant.pages import read_pages
 
 LEAST_SPLIT = 256  # tokens: what a split must have at least to be worth its start
-SPLIT_OVERHEAD = 500  # tokens that could be read in the time a split takes to start and end
+SPLIT_OVERHEAD = 192  # tokens that could be read in the time a split takes to start and end
 BLOCKS_PER_PROCESSOR = 1  # thread blocks that a multiprocessor needs to be busy
 MOST_SPLITS = 128
 LOG2_E = math.log2(math.e)
