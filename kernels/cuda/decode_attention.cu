@@ -54,25 +54,7 @@ struct Span {
 
 // ---------------------------------------------------------------- hints to the second-level cache
 
-// What a block reads first. Before the predecessor has ended its output must not be read, but hints are right.
-__device__ __forceinline__ void prefetch_start(const Arguments& arg, int row, int kv_head) {
-  constexpr int line = 128;
-  const int thread = threadIdx.x;
-  if (thread == 0) {
-    prefetch(arg.lengths + row);
-    if (arg.k_matrix != nullptr) prefetch(arg.k_matrix + kv_head * arg.k_matrix_stride, HEAD_DIM * HEAD_DIM * 2);
-  }
-  const int32_t* table = arg.block_table + row * arg.table_stride;
-  for (int i = thread * (line / 4); i < arg.table_width; i += THREADS * (line / 4)) prefetch(table + i);
-  if (thread < HEAD_DIM * 4 / line) {
-#pragma unroll
-    for (int kind = 0; kind < KINDS; ++kind) {
-      if (arg.means[kind] != nullptr) prefetch(arg.means[kind] + kv_head * arg.mean_stride + thread * (line / 4));
-    }
-  }
-}
-
-// What it reads last.
+// What a block reads last.
 __device__ __forceinline__ void prefetch_end(const Arguments& arg, int row, int kv_head) {
   if (threadIdx.x != 0) return;
   if (arg.v_matrix != nullptr) prefetch(arg.v_matrix + kv_head * arg.v_matrix_stride, HEAD_DIM * HEAD_DIM * 2);
@@ -516,8 +498,6 @@ __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) decode_attention_kerne
   SharedQuery* shared = reinterpret_cast<SharedQuery*>(scratch + SCRATCH_FLOATS);
   float* past = scratch + QUERY_HEADS * WARPS * (HEAD_DIM + 2);
 
-  prefetch_start(arg, row, kv_head);
-  wait_for_predecessor();
   RotationPart part;
   if (arg.k_matrix != nullptr) {
     part.load(arg.q + row * arg.q_stride + head * arg.q_head_stride, arg.q_head_stride,

@@ -17,7 +17,7 @@ struct Arguments {
   const uint8_t* pages;  // [blocks, H, page bytes per head]
   int64_t page_stride, page_head_stride;
   const int32_t* block_table;  // [B, blocks per sequence]
-  int64_t table_stride, table_width;
+  int64_t table_stride;
   const int32_t* lengths;  // [B], tokens of the past
   const uint16_t *q, *k, *v;  // bf16 of the current token: q [B, Hq, D]; k, v [B, H, D]
   int64_t q_stride, q_head_stride, k_stride, k_head_stride, v_stride, v_head_stride;

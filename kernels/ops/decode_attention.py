@@ -262,9 +262,7 @@ class Arguments(ctypes.Structure):
     _fields_ = (
         [(name, ctypes.c_void_p) for name in ("pages",)]
         + [(name, ctypes.c_int64) for name in ("page_stride", "page_head_stride")]
-        + [("block_table", ctypes.c_void_p)]
-        + [(name, ctypes.c_int64) for name in ("table_stride", "table_width")]
-        + [("lengths", ctypes.c_void_p)]
+        + [("block_table", ctypes.c_void_p), ("table_stride", ctypes.c_int64), ("lengths", ctypes.c_void_p)]
         + [(name, ctypes.c_void_p) for name in ("q", "k", "v")]
         + [(f"{name}_{of}", ctypes.c_int64) for name in ("q", "k", "v") for of in ("stride", "head_stride")]
         + [(name, ctypes.c_void_p) for name in ("k_matrix", "v_matrix")]
@@ -292,7 +290,6 @@ def fill_arguments(
         page_head_stride=pages.stride(1),
         block_table=table.data_ptr(),
         table_stride=table.stride(0),
-        table_width=table.shape[1],
         lengths=past.lengths.data_ptr(),
         **{name: x.data_ptr() for name, x in (("q", q), ("k", k), ("v", v))},
         **{f"{name}_stride": x.stride(0) for name, x in (("q", q), ("k", k), ("v", v))},

@@ -338,8 +338,8 @@ def prefill_attention(
 def _checked_queries(query_start: Tensor, tokens: int, max_queries: int) -> Tensor:
     """How many tokens each sequence has in this step, if they are a step's."""
     starts, queries = query_start.tolist(), query_start.diff()
-    if starts[0] or starts[-1] > tokens or not 0 <= int(queries.min()) <= int(queries.max()) <= max_queries:
-        raise ValueError(f"query_start must rise from 0 to at most {tokens} by at most {max_queries}, got {starts}")
+    if starts[0] < 0 or starts[-1] > tokens or not 0 <= int(queries.min()) <= int(queries.max()) <= max_queries:
+        raise ValueError(f"query_start must rise within {tokens} tokens by at most {max_queries}, got {starts}")
     return queries
 
 
