@@ -15,6 +15,7 @@ from residualquant.repro.stats import (
     mean_interval,
     noninferiority,
     paired_difference,
+    paired_test,
     tost,
     wilson,
 )
@@ -40,8 +41,15 @@ def test_mcnemar_is_the_two_sided_binomial_tail(b, c):
     assert mcnemar_exact(Pair(b, c, n + 5)) == pytest.approx(min(1, 2 * tail))
 
 
-def test_mcnemar_pools_pairs():
-    assert mcnemar_exact(Pair(3, 1, 50), Pair(6, 0, 20)) == mcnemar_exact(Pair(9, 1, 70))
+@given(st.lists(st.tuples(st.integers(0, 40), st.integers(0, 40), st.integers(0, 800)), min_size=2, max_size=8))
+def test_pairs_weigh_the_same_in_the_test_and_in_its_interval(counts):
+    pairs = [Pair(b, c, b + c + more + 1) for b, c, more in counts]
+    _, low, high = paired_difference(*pairs)
+    assert (paired_test(*pairs) < 0.05) == (not low <= 0 <= high)
+
+
+def test_one_pair_is_tested_exactly():
+    assert paired_test(Pair(9, 1, 70)) == mcnemar_exact(Pair(9, 1, 70)) == pytest.approx(22 / 1024)
 
 
 def test_a_pair_counts_common_problems():

@@ -54,7 +54,10 @@ def claims_block() -> str:
     columns = {}
     for profile in COMMITTED:
         whole = whole_claims(table("claims", profile))
-        columns["Claim of the paper"] = [f"({number}) {text}" for number, text in zip(whole.claim, whole.text)]
+        columns["Claim of the paper"] = [
+            f"({number}) {text}" if family == "all" else f"({number}) on {family.capitalize()} alone"
+            for number, text, family in zip(whole.claim, whole.text, whole.family)
+        ]
         columns[f"`{profile}`"] = [_short(*row) for row in zip(whole.verdict, whole.comparisons)]
     return markdown(pd.DataFrame(columns))
 

@@ -65,10 +65,11 @@ def _claims(s: Section, profile: Profile) -> list[Card]:
     found = table("claims", profile)
     whole, single = whole_claims(found), found[found["comparison"] != "all"]
     s.table(table_html(whole))
-    columns = ["claim", "comparison", "n", "unit", "first", "second", "difference", "ci_low", "ci_high", "test", "p"]
-    columns += ["p_holm", "p_same", "paper_difference", "verdict"]
+    columns = ["claim", "family", "comparison", "n", "unit", "first", "second", "difference", "ci_low", "ci_high"]
+    columns += ["test", "p", "p_holm", "p_same", "paper_difference", "verdict"]
     if len(single):
         s.folded("Every comparison", table_html(single[columns], new_block="claim"))
+    whole = whole[whole["family"] == "all"]
     counts = whole["verdict"].value_counts()
     text = f"claims reproduced; {counts.get('undecided', 0)} undecided, {counts.get('not reproduced', 0)} not"
     return [Card(f"{counts.get('reproduced', 0)} of {len(whole)}", text)]

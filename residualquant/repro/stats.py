@@ -1,7 +1,8 @@
 """Intervals and paired tests for accuracies. Every comparison is per problem, on the same problems.
 
 * ``wilson``: the interval of one accuracy.
-* ``mcnemar_exact``: two-sided test that two methods solve equally many of the same problems.
+* ``mcnemar_exact``: two-sided test that two methods solve equally many of the same problems; ``paired_test``: of one
+  task or, every task weighing the same, of several.
 * ``paired_difference``: the interval of a difference of accuracies; ``tost``: "the same, within 3 points".
 * ``mean_interval``: the interval of an equal-weight mean over tasks; ``bootstrap_mean``: of a mean of other numbers.
 * ``holm``: p-values of several tests that belong together.
@@ -59,12 +60,23 @@ def wilson(correct: int, n: int, confidence: float = 0.95) -> tuple[float, float
     return float(interval.low), float(interval.high)
 
 
-def mcnemar_exact(*pairs: Pair) -> float:
-    """Two-sided exact McNemar p of "equally many solved": discordant problems as fair coin tosses, pairs pooled."""
+def mcnemar_exact(pair: Pair) -> float:
+    """Two-sided exact McNemar p of "equally many solved": discordant problems as fair coin tosses."""
     from scipy.stats import binomtest
 
-    first, second = sum(p.only_first for p in pairs), sum(p.only_second for p in pairs)
-    return float(binomtest(first, first + second).pvalue) if first + second else 1.0
+    discordant = pair.only_first + pair.only_second
+    return float(binomtest(pair.only_first, discordant).pvalue) if discordant else 1.0
+
+
+def paired_test(*pairs: Pair) -> float:
+    """Two-sided p of "equally accurate": the exact McNemar test of one pair, else the z test of the difference that
+    :func:`paired_difference` gives, in which every pair weighs the same whatever its n."""
+    from scipy.stats import norm
+
+    if len(pairs) == 1:
+        return mcnemar_exact(*pairs)
+    centre, error = _adjusted(pairs)
+    return float(2 * norm.sf(abs(centre) / error))
 
 
 def holm(p_values: Sequence[float]) -> list[float]:

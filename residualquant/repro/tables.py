@@ -26,7 +26,7 @@ from residualquant.repro.cells import Cells, compute_cells, coverage, read_cells
 from residualquant.repro.labels import BF16, FAMILIES, LABELS, Line, direct_of, lines
 from residualquant.repro.profiles import Place, Profile, profile_of
 from residualquant.repro.records import Cell
-from residualquant.repro.stats import Pair, mcnemar_exact, mean_interval, wilson
+from residualquant.repro.stats import Pair, mean_interval, paired_test, wilson
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -107,7 +107,7 @@ def _p(profile: Profile, cells: Cells, group: Sequence[Line], other: KVQuantConf
     config, places = group[0].config, [place_of(profile, line) for line in group]
     if other in (None, config) or any((*p, c) not in cells for p in places for c in (config, other)):
         return NONE
-    return float(f"{mcnemar_exact(*(pair_of(cells, place, config, other) for place in places)):.4g}")
+    return float(f"{paired_test(*(pair_of(cells, place, config, other) for place in places)):.4g}")
 
 
 def _row(profile: Profile, cells: Cells, group: Sequence[Line]) -> dict:
