@@ -315,10 +315,8 @@ def prefill_attention(
     """
     _check(out, q, k, v, pages, layout, loop, block_table, query_start, seq_lens, k_matrix, v_matrix, k_means, group)
     if check_table and len(seq_lens):
-        starts, queries = query_start.tolist(), query_start.diff()
-        if starts[0] < 0 or starts[-1] > len(q) or not 0 <= int(queries.min()) <= int(queries.max()) <= max_queries:
-            raise ValueError(f"query_start must rise within {len(q)} tokens by at most {max_queries}, got {starts}")
-        check_pages(block_table, seq_lens - queries, layout.page_tokens, len(pages))
+        _check_queries(query_start, max_queries, len(q))
+        check_pages(block_table, seq_lens - query_start.diff(), layout.page_tokens, len(pages))
     heads, head_dim = k.shape[1:]
     repeat = q.shape[1] // heads
     parameters = tuned("prefill_attention", pages.device)
@@ -371,6 +369,12 @@ def _check(
         v_matrix=(v_matrix, square, (torch.float16,), 2),
         k_means=(k_means, [[loops, heads, head_dim]], (torch.float32,), 3),
     )
+
+
+def _check_queries(query_start: Tensor, max_queries: int, tokens: int) -> None:
+    starts, queries = query_start.tolist(), query_start.diff()
+    if starts[0] < 0 or starts[-1] > tokens or not 0 <= int(queries.min()) <= int(queries.max()) <= max_queries:
+        raise ValueError(f"query_start must rise within {tokens} tokens by at most {max_queries}, got {starts}")
 
 
 def prefill_attention_cost(
