@@ -307,8 +307,7 @@ def prefill_attention(
         max_queries: no sequence has more tokens in q.
         scale: of the scores, 1/sqrt(D) as a rule.
         k_matrix, v_matrix, k_means, group: as given to the writer.
-        check_table: make sure that query_start, seq_lens and max_queries agree and that pages named by the block table
-            exist; waits for the GPU.
+        check_table: make sure that queries lie in q and pages named by the table exist; waits for the GPU.
 
     Raises:
         ValueError: an argument of another shape, dtype or device, or a layout that the kernel does not read.
@@ -318,8 +317,7 @@ def prefill_attention(
         _check_queries(query_start, max_queries, len(q))
         check_pages(block_table, seq_lens - query_start.diff(), layout.page_tokens, len(pages))
     heads, head_dim = k.shape[1:]
-    repeat = q.shape[1] // heads
-    parameters = tuned("prefill_attention", pages.device)
+    repeat, parameters = q.shape[1] // heads, tuned("prefill_attention", pages.device)
     blocks = triton.cdiv(max_queries, parameters["BLOCK_M"] // repeat)
     if not blocks * len(seq_lens):
         return
