@@ -310,7 +310,7 @@ def prefill_attention(
         max_queries: no sequence has more tokens in q.
         scale: of the scores, 1/sqrt(D) as a rule.
         k_matrix, v_matrix, k_means, group: as given to the writer.
-        check_table: make sure that query_start and max_queries agree and that pages exist; waits for the GPU.
+        check_table: make sure that queries lie in q and pages named by the table exist; waits for the GPU.
 
     Raises:
         ValueError: an argument of another shape, dtype or device, or a layout that the kernel does not read.
