@@ -1,9 +1,12 @@
 """The project's own promises: packaging, exact versions, the Makefile, house rules, README."""
 
 import ast
+import contextlib
+import functools
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -18,6 +21,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 import residualquant
+from residualquant import cli
 
 ROOT = Path(__file__).resolve().parents[1]
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -256,6 +260,21 @@ def test_readme_generated_blocks_are_current():
     from residualquant.repro.readme import fill
 
     assert fill(README) == README
+
+
+@pytest.mark.parametrize("line", re.findall(r"\.venv/bin/residualquant (.+?)(?:`|\s+#|$)", README, re.MULTILINE))
+def test_readme_commands_are_understood(line, monkeypatch):
+    name, *rest = shlex.split(line)
+    ran = []
+
+    @functools.wraps(cli.COMMANDS[name])
+    def record(*args, **options):
+        ran.append(name)
+
+    monkeypatch.setitem(cli.COMMANDS, name, record)
+    with pytest.raises(SystemExit, match="0") if rest == ["--help"] else contextlib.nullcontext():
+        cli.main([name, *rest])
+    assert ran == ([] if rest == ["--help"] else [name])
 
 
 def test_readme_says_nothing_of_unrunnable_snippets():

@@ -162,7 +162,7 @@ PROFILES = {
             only=_smoke_cells(),
             calibration={"fit": 2, "holdout": 2, "steps": 2},
             texts=4,
-            cost="under 8 minutes on 2 CPU cores",
+            cost="some ten minutes on 2 CPU cores",
         ),
         Profile(
             "mini",
@@ -176,7 +176,7 @@ PROFILES = {
             "full",
             {"ouro": _sizes(800, 400), "huginn": _sizes(400, 400)},
             device="cuda",
-            cost="some twenty minutes on one H200, four processes at once",
+            cost="twenty to twenty-five minutes on one H200, four processes at once",
         ),
         Profile(
             "paper",

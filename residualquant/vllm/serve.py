@@ -73,4 +73,4 @@ def check_installed() -> None:
             continue
     if VLLM_VERSION not in {v.split("+")[0] for v in found}:
         what = f"found {', '.join(found)}" if found else "it is not installed"
-        raise ResidualQuantError(f"serving needs vLLM {VLLM_VERSION}, {what}: pip install vllm=={VLLM_VERSION}")
+        raise ResidualQuantError(f"serving needs vLLM {VLLM_VERSION}, {what}: see docs/serving.md, Install")
