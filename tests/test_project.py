@@ -257,9 +257,10 @@ def test_readme_links_and_listed_folders_exist():
 
 
 def test_readme_generated_blocks_are_current():
-    from residualquant.repro.readme import fill
+    from residualquant.repro.readme import BLOCKS, fill
 
     assert fill(README) == README
+    assert set(BLOCKS) == set(re.findall(r"<!-- generated:(\w+) -->", README))
 
 
 @pytest.mark.parametrize("line", re.findall(r"\.venv/bin/residualquant (.+?)(?:`|\s+#|$)", README, re.MULTILINE))

@@ -32,7 +32,7 @@ def accuracy_block(label: str) -> str:
         mean = table("table2_mean", profile) if label == "table2" else None
         sizes = " to ".join(str(n) for n in sorted({found["n"].min(), found["n"].max()}))
         about = f"n = {sizes} problems a cell; 95 % intervals and paired tests in `data/{profile}/{label}.csv`."
-        return f"{about}\n\n{found.attrs['note']}\n\n{markdown(summary(label, found, mean))}"
+        return "\n\n".join(filter(None, (about, found.attrs["note"], markdown(summary(label, found, mean)))))
 
     return _of_each((COMMITTED[-1], *COMMITTED[:-1]), of, once=True)
 
