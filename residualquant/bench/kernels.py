@@ -55,7 +55,7 @@ WRITER_LAYERS = 24  # as many launches a graph, each on its own states
 TOLERANCE = 2e-3  # relative L2 per query and head, against FP64
 CACHE_BYTES = 256 * 2**20  # what one go through the page sets must read at least; an H200's cache has 60 MB
 MEMORY_BYTES = 100 * 2**30  # of pages or of BF16 states; larger cases are left out
-SECONDS = 0.08  # of replays for a row; 0.03 for each BF16 way
+SECONDS, BF16_SECONDS = 0.08, 0.03  # of replays: for a row, for each BF16 way
 TEMPLATE_PAGES = 256  # distinct pages that the others repeat
 
 
@@ -282,7 +282,7 @@ def best_bf16(heads: int, head_dim: int, context: int, batch: int) -> tuple[str,
     times = {}
     for name, way in ways.items():
         try:
-            times[name] = time_launches([lambda way=way, kv=kv: way(*kv) for kv in states], budget=0.03)[0]
+            times[name] = time_launches([lambda way=way, kv=kv: way(*kv) for kv in states], budget=BF16_SECONDS)[0]
         except RuntimeError:  # this build of torch lacks the backend, or it refuses the shape
             torch.cuda.synchronize()
     return min(times.items(), key=lambda item: item[1])

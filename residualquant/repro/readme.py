@@ -153,14 +153,13 @@ def kernels_block() -> str:
 
 def serving_block() -> str:
     """vLLM with a packed and with a raw cache, from data/h200/vllm_speed.json, and what its answers are worth."""
-    import json
-
     import pandas as pd
 
     from residualquant.repro.layouts import markdown
 
     folder = paths.data_dir("h200")
-    speed, answers = json.loads((folder / "vllm_speed.json").read_text()), pd.read_csv(folder / "vllm_accuracy.csv")
+    speed = paths.parse_json((folder / "vllm_speed.json").read_bytes())
+    answers = pd.read_csv(folder / "vllm_accuracy.csv")
     packed, raw = speed["packed"], speed["raw"]
     table = [["Tokens that fit", packed["tokens_that_fit"], raw["tokens_that_fit"]]]
     for name, key in (("Generated", "tokens_per_second"), ("Prompt", "prefill_tokens_per_second")):
