@@ -480,6 +480,32 @@ def test_the_kernel_ahead_may_write_any_input_on_gpu(splits):
     assert worst_error(outs[0], problem.reference(0)) < 2 * TOLERANCE
 
 
+def write_and_attend(problem, splits, turns, wait, prefer):
+    """The last token of every sequence is written anew, then each launch asks with what the one ahead of it found."""
+    from residualquant.kernels.pack_kv import pack_kv
+
+    draw = torch.Generator().manual_seed(1)
+    shape = (2, problem.cfg.loops, len(problem.lengths), problem.k.shape[1], problem.layout.head_dim)
+    last, size = problem.lengths.long() - 1, problem.layout.page_tokens
+    slots = problem.block_table.long().gather(1, last[:, None] // size)[:, 0] * size + last % size
+    scratch, q = problem.scratch(splits), problem.q
+    for _ in range(turns):
+        k, v = torch.randn(shape, generator=draw).bfloat16().to(q.device)
+        pack_kv(problem.pages, problem.layout, slots, k, v, problem.k_matrix, problem.v_matrix, problem.k_means)
+        for loop in range(problem.cfg.loops):
+            wait()
+            q = decode_attention(q, problem.k, problem.v, problem.paged, loop, scratch, prefer=prefer)
+    return q
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("splits", [1, 4])
+def test_launches_in_a_row_see_what_those_ahead_wrote_on_gpu(splits):
+    problem = Problem(preset("INT2/4 g=32", rotation="optr_h"), 128, [5, 300, 3000], device="cuda")
+    one_by_one = write_and_attend(problem, splits, 8, torch.cuda.synchronize, "cuda")
+    assert torch.equal(write_and_attend(problem, splits, 8, lambda: None, "cuda"), one_by_one)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["INT2/4 g32, D=128", "INT2/4 g16, D=96", "next, D=128", "INT2/4 g32, D=256"])
 def test_triton_on_gpu(name):
