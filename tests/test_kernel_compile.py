@@ -15,7 +15,7 @@ COMPILE = """
 import triton
 from triton.backends.compiler import GPUTarget
 from residualquant import KVQuantConfig
-from residualquant.kernels import decode_attention_triton, pack_kv, prefill_attention, stage_kv
+from residualquant.kernels import decode_attention_triton, pack_kv, prefill_attention, stage_kv, triton_common
 from residualquant.layout import PageLayout
 
 def assembly(kernel, arch, pointers, constants, **options):
@@ -46,7 +46,7 @@ def prefill(arch, head_dim, loop, tuned, **config):
     pointers |= dict(words="*i16", k_means="*fp32", scale="fp32")
     tuned = dict(BLOCK_M=32, BLOCK_N=16, num_warps=4) | tuned
     blocks = {name: tuned.pop(name) for name in ("BLOCK_M", "BLOCK_N")}
-    constants = dict(**prefill_attention.chain(layout, loop), R=2, S=16, D=head_dim,
+    constants = dict(**triton_common.chain(layout, loop), R=2, S=16, D=head_dim,
                      BLOCK_D=triton.next_power_of_2(head_dim), **blocks)
     return assembly(prefill_attention.prefill_attention_kernel, arch, pointers, constants, **tuned)
 
@@ -54,7 +54,7 @@ def decode(arch, head_dim, loop, means, per_head=1, **config):
     layout = PageLayout(KVQuantConfig(**config), head_dim)
     pointers = dict.fromkeys(("q", "k_means", "partial", "lse"), "*fp32")
     pointers |= dict(words="*i16", block_table="*i32", lengths="*i32")
-    constants = dict(**prefill_attention.chain(layout, loop), D=head_dim, S=16,
+    constants = dict(**triton_common.chain(layout, loop), D=head_dim, S=16,
                      BLOCK_D=triton.next_power_of_2(head_dim), PER_HEAD=per_head,
                      BLOCK_Q=triton.next_power_of_2(per_head), TILE=decode_attention_triton.TILE)
     if not means:

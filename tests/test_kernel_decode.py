@@ -3,6 +3,7 @@ in its interpreter, and on a GPU the real thing."""
 
 import dataclasses
 import itertools
+import math
 import os
 import re
 import subprocess
@@ -243,25 +244,56 @@ def test_on_a_cpu_the_reference_runs():
     assert out.shape == (0, 2, 64)
 
 
+BF16 = torch.bfloat16
 BAD = {
     "rounding": (dict(layout=PageLayout(KVQuantConfig(rounding="bf16"), 64)), "'bf16'"),
     "bits": (dict(layout=PageLayout(KVQuantConfig(bits=(2, 16)), 64)), r"\(2, 16\)"),
-    "loop": (dict(loop=4), "got 4 and 0"),
-    "group": (dict(group=1), "got 0 and 1"),
+    "head_dim": (dict(layout=PageLayout(KVQuantConfig(), 32)), "head_dim must be one of .* got 32"),
+    "layout": (dict(layout="INT2/4"), "layout must be a PageLayout, got 'INT2/4'"),
+    "loop": (dict(loop=4), "loop must be an integer from 0 to 3, got 4"),
+    "loop, text": (dict(loop="0"), "loop must be an integer from 0 to 3, got '0'"),
+    "loop, truth": (dict(loop=True), "loop must be an integer from 0 to 3, got True"),
+    "group": (dict(group=1), "group must be an integer from 0 to 0, got 1"),
+    "no q": (dict(q=None), "q must be a Tensor, got None"),
+    "flat q": (dict(q=torch.zeros(2, 64, dtype=BF16)), r"q must be .* \[B, Hq, D\], got \[2, 64\]"),
     "q": (dict(q=torch.zeros(2, 2, 64, dtype=torch.float64)), "float64"),
-    "no heads": (dict(k=torch.zeros(2, 0, 64).bfloat16()), "got 2 and 0"),
-    "heads": (dict(q=torch.zeros(2, 3, 64).bfloat16()), "got 3 and 2"),
+    "strided q": (dict(q=torch.zeros(2, 2, 128, dtype=BF16)[..., ::2]), "q must be contiguous .* got strides"),
+    "no heads": (dict(k=torch.zeros(2, 0, 64, dtype=BF16)), "at least one KV head, got 0"),
+    "no query heads": (dict(q=torch.zeros(2, 0, 64, dtype=BF16)), "got 0 and 2"),
+    "heads": (dict(q=torch.zeros(2, 3, 64, dtype=BF16)), "got 3 and 2"),
     "k": (dict(k=torch.zeros(2, 2, 64)), "k must be .* got .*float32"),
+    "k elsewhere": (dict(k=torch.zeros(2, 2, 64, dtype=BF16, device="meta")), "k must be on cpu, .* got meta"),
+    "v": (dict(v=torch.zeros(2, 2, 96, dtype=BF16)), r"v must be .* got \[2, 2, 96\]"),
+    "no v": (dict(v=None), "v must be a tensor, got None"),
+    "out": (dict(out=torch.zeros(1, 2, 64)), r"out must be .* got \[1, 2, 64\]"),
+    "no pages": (dict(pages=None), "pages must be a tensor .* got None"),
     "pages": (dict(pages=torch.zeros(5, 2, 7, dtype=torch.uint8)), r"\[5, 2, 7\]"),
     "strided pages": (dict(pages=torch.zeros(2, 3264, 5, dtype=torch.uint8).permute(2, 0, 1)), "contiguous"),
+    "no lengths": (dict(lengths=None), "lengths must be a tensor, got None"),
     "lengths": (dict(lengths=torch.zeros(2, dtype=torch.int64)), "int64"),
+    "strided lengths": (dict(lengths=torch.zeros(4, dtype=torch.int32)[::2]), r"contiguous .* got strides \(2,\)"),
+    "no block table": (dict(block_table=None), r"block_table must be .* \[B, M\], got None"),
+    "flat block table": (dict(block_table=torch.zeros(2, dtype=torch.int32)), r"\[B, M\], got \[2\]"),
+    "rows": (dict(block_table=torch.zeros(3, 2, dtype=torch.int32)), r"block_table must be .* got \[3, 2\]"),
     "matrix": (dict(k_matrix=torch.zeros(64, 64)), "k_matrix must be .* got .*float32"),
+    "strided matrix": (dict(v_matrix=torch.zeros(64, 128).half()[:, ::2]), "v_matrix must be contiguous"),
     "one matrix": (dict(v_matrix=torch.zeros(64, 64).half()), r"needs no matrices, got \['v_matrix'\]"),
+    "means": (dict(k_means=torch.zeros(3, 2, 64)), r"k_means must be \[4, 2, 64\] .* got \[3, 2, 64\]"),
     "unaligned pages": (dict(pages=torch.zeros(32648, dtype=torch.uint8)[8:].view(5, 2, 3264)), "got address"),
-    "scratch": (dict(scratch=workspace(1, 2, 2, 64, 16, "cpu")), "at least 2 sequences"),
+    "unaligned heads": (dict(pages=torch.zeros(5, 2, 3272, dtype=torch.uint8)[..., :3264]), "multiples of 16 bytes"),
+    "no scratch": (dict(scratch=None), "scratch must be a Workspace, got None"),
+    "scratch": (dict(scratch=workspace(1, 2, 2, 64, 16, "cpu")), "at least 2 sequences, got 1"),
+    "scratch of other heads": (dict(scratch=workspace(2, 4, 2, 64, 16, "cpu")), r"got \[2, 4, 1, 64\]"),
+    "scale": (dict(scale=math.nan), "scale must be a finite number, got nan"),
+    "scale, text": (dict(scale="1"), "scale must be a finite number, got '1'"),
     "prefer": (dict(prefer="tpu"), "'tpu'"),
     "table": (dict(block_table=torch.full((2, 3), 99, dtype=torch.int32), check_table=True), "got 99 to 99"),
-    "table size": (dict(lengths=torch.full((2,), 99, dtype=torch.int32), check_table=True), "of a row"),
+    "negative page": (dict(block_table=torch.full((2, 3), -1, dtype=torch.int32), check_table=True), "got -1 to -1"),
+    "table size": (
+        dict(lengths=torch.full((2,), 99, dtype=torch.int32), check_table=True),
+        r"row, got \[99, 99\]",
+    ),
+    "negative": (dict(lengths=torch.full((2,), -1, dtype=torch.int32), check_table=True), r"row, got \[-1, -1\]"),
 }
 
 
@@ -274,6 +306,41 @@ def test_bad_input_is_named(name):
     arguments |= {"past": dataclasses.replace(arguments["past"], **of_past), **changes}
     with pytest.raises(ValueError, match=message):
         decode_attention(**arguments)
+
+
+def test_other_scratch_is_named():
+    problem = Problem(preset("INT2/4 g=32"), 64, [3, 20])
+    with pytest.raises(ValueError, match="past must be a Past, got 'past'"):
+        decode_attention(problem.q, problem.k, problem.v, "past", 0, problem.scratch(1))
+    for name, dtype in (("partial", torch.float16), ("lse", torch.float64), ("arrived", torch.int64)):
+        scratch = problem.scratch(2)
+        scratch = dataclasses.replace(scratch, **{name: getattr(scratch, name).to(dtype)})
+        with pytest.raises(ValueError, match=f"{name} must be .* got .*{dtype}"):
+            decode_attention(*problem.operands(0), scratch)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"batch": 0}, "batch must be at least 1, got 0"),
+        ({"query_heads": 3}, "query heads .* got 3 and 2"),
+        ({"kv_heads": 1.5}, "kv_heads must be an integer, got 1.5"),
+        ({"head_dim": "64"}, "head_dim must be an integer, got '64'"),
+        ({"max_tokens": -1}, "max_tokens must be at least 0, got -1"),
+        ({"splits": 0}, "splits must be at least 1, got 0"),
+    ],
+)
+def test_sizes_of_scratch_are_named(change, message):
+    sizes = dict(batch=1, query_heads=2, kv_heads=2, head_dim=64, max_tokens=16, device="cpu", splits=None)
+    with pytest.raises(ValueError, match=message):
+        workspace(**{**sizes, **change})
+
+
+def test_no_past_is_the_current_token():
+    """Also with a table of no pages."""
+    problem = Problem(preset("INT2/4 g=32", rotation="optr_h"), 64, [0, 0], queries_per_head=2)
+    problem.block_table = problem.block_table[:, :0]
+    assert torch.equal(problem.run(0, out=None, check_table=True), problem.v.repeat_interleave(2, 1))
 
 
 INTERPRETED = """
@@ -411,6 +478,32 @@ def test_the_kernel_ahead_may_write_any_input_on_gpu(splits):
     for name, x in first.items():
         setattr(problem, name, x)
     assert worst_error(outs[0], problem.reference(0)) < 2 * TOLERANCE
+
+
+def write_and_attend(problem, splits, turns, wait, prefer):
+    """The last token of every sequence is written anew, then each launch asks with what the one ahead of it found."""
+    from residualquant.kernels.pack_kv import pack_kv
+
+    draw = torch.Generator().manual_seed(1)
+    shape = (2, problem.cfg.loops, len(problem.lengths), problem.k.shape[1], problem.layout.head_dim)
+    last, size = problem.lengths.long() - 1, problem.layout.page_tokens
+    slots = problem.block_table.long().gather(1, last[:, None] // size)[:, 0] * size + last % size
+    scratch, q = problem.scratch(splits), problem.q
+    for _ in range(turns):
+        k, v = torch.randn(shape, generator=draw).bfloat16().to(q.device)
+        pack_kv(problem.pages, problem.layout, slots, k, v, problem.k_matrix, problem.v_matrix, problem.k_means)
+        for loop in range(problem.cfg.loops):
+            wait()
+            q = decode_attention(q, problem.k, problem.v, problem.paged, loop, scratch, prefer=prefer)
+    return q
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("splits", [1, 4])
+def test_launches_in_a_row_see_what_those_ahead_wrote_on_gpu(splits):
+    problem = Problem(preset("INT2/4 g=32", rotation="optr_h"), 128, [5, 300, 3000], device="cuda")
+    one_by_one = write_and_attend(problem, splits, 8, torch.cuda.synchronize, "cuda")
+    assert torch.equal(write_and_attend(problem, splits, 8, lambda: None, "cuda"), one_by_one)
 
 
 @pytest.mark.gpu

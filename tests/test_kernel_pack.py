@@ -291,18 +291,45 @@ def test_loop_groups_and_strided_pages():
     ("change", "message"),
     [
         ({"pages": lambda x: x[..., :-16]}, "pages must be"),
+        ({"pages": lambda _: None}, "pages must be .* got None"),
+        ({"pages": lambda x: x.new_empty(x.numel() + 8)[8:].view(x.shape)}, "multiple of 16 bytes, got address"),
+        (
+            {"pages": lambda x: x.new_empty(*x.shape[:2], x.shape[2] + 8)[..., :-8]},
+            "multiples of 16 bytes, got strides",
+        ),
+        ({"pages": lambda x: x.to("meta")}, "pages must be on .* got meta"),
         ({"slots": lambda x: x.float()}, "slots must be .* got .* torch.float32"),
+        ({"slots": lambda x: x.short()}, "slots must be .* got .* torch.int16"),
+        ({"slots": lambda x: x[:2]}, r"slots must be \[3\] .* got \[2\]"),
+        ({"slots": lambda x: x.repeat(2)[::2]}, "slots must be contiguous"),
+        ({"slots": lambda _: None}, "slots must be a tensor, got None"),
+        ({"slots": lambda x: x.to("meta")}, "slots must be on .* got meta"),
         ({"slots": lambda x: x + 16, "check_slots": lambda _: True}, "slots must be below 16, got 18"),
+        ({"slots": lambda x: x // 2, "check_slots": lambda _: True}, r"a slot must not occur twice, got \[0\]"),
         ({"k": lambda x: x.double()}, "k must be .* torch.float64"),
         ({"k": lambda x: x[:1]}, r"k must be .*, got \[1, 3, 1, 64\]"),
-        ({"v": lambda x: x[..., ::2]}, "equal strides"),
+        ({"k": lambda x: x[0]}, r"k must be .* \[L, T, H, D\], got \[3, 1, 64\]"),
+        ({"k": lambda x: x[:, :, :0]}, "at least one KV head, got 0"),
+        ({"k": lambda _: None}, "k must be a tensor .* got None"),
+        ({"v": lambda _: None}, "v must be a tensor .* got None"),
+        ({"v": lambda x: x.half()}, "v must be .* torch.float16"),
+        ({"v": lambda x: x.repeat(1, 1, 1, 2)[..., ::2]}, "v must be contiguous"),
+        ({"v": lambda x: x.transpose(0, 1).contiguous().transpose(0, 1)}, "equal strides, got"),
         ({"k_matrix": lambda _: torch.eye(64).half().to(DEVICE)}, "rotation='none' needs no matrices"),
+        ({"k_matrix": lambda _: torch.eye(64).to(DEVICE)}, "k_matrix must be .* torch.float32"),
+        ({"k_matrix": lambda _: torch.zeros(1, 64, 80).half().to(DEVICE)[..., :64]}, "k_matrix must be contiguous"),
+        ({"layout": lambda _: None}, "layout must be a PageLayout, got None"),
         ({"layout": lambda _: PageLayout(KVQuantConfig(bits=(2, 16)), 64)}, r"bits must be among .* got \(2, 16\)"),
         ({"layout": lambda _: PageLayout(KVQuantConfig(bits=(2, 4)), 32)}, "head_dim must be one of .* got 32"),
         ({"layout": lambda _: layout_of(64, (2, 4), 32, "last", "ls", rounding="bf16")}, "rounding must be"),
         ({"layout": lambda _: layout_of(64, (2, 4), 32, "last", "ls", rotation="oscar")}, "needs both matrices"),
-        ({"group": lambda _: 1}, "group must be from 0 to 0, got 1"),
-        ({"pages": lambda x: x.new_empty(x.numel() + 8)[8:].view(x.shape)}, "multiples of 16 bytes"),
+        ({"group": lambda _: 1}, "group must be an integer from 0 to 0, got 1"),
+        ({"group": lambda _: 0.0}, "group must be an integer from 0 to 0, got 0.0"),
+        (
+            {"sanitised": lambda _: torch.zeros(2, dtype=torch.int32, device=DEVICE)},
+            r"sanitised must be \[1\] .* got \[2\]",
+        ),
+        ({"rotated": lambda _: torch.zeros(2, 2, 3, 1, 64).half().to(DEVICE)}, "rotated must be .* torch.float16"),
     ],
 )
 def test_wrong_arguments(change, message):
@@ -310,9 +337,17 @@ def test_wrong_arguments(change, message):
     k = torch.zeros(2, 3, 1, 64, device=DEVICE)
     arguments = {"pages": poisoned_pages(layout, 1, 1), "layout": layout, "slots": torch.arange(3, device=DEVICE)}
     arguments |= {"k": k, "v": k.clone(), "k_matrix": None, "check_slots": False, "group": 0}
+    arguments |= {"sanitised": None, "rotated": None}
     arguments |= {name: edit(arguments[name]) for name, edit in change.items()}
     with pytest.raises(ValueError, match=message):
         pack_kv(**arguments)
+
+
+def test_no_tokens_are_no_launch():
+    layout = layout_of(64, (2, 4), 32, "last", "ls")
+    pages, k = poisoned_pages(layout, 1, 1), torch.zeros(2, 0, 1, 64, device=DEVICE)
+    pack_kv(pages, layout, torch.arange(0, device=DEVICE), k, k.clone(), check_slots=True)
+    assert (pages == POISON).all()
 
 
 def test_cost_at_ouro_shape():

@@ -86,29 +86,63 @@ def test_no_past_is_causal_attention():
     assert torch.allclose(out, expected.transpose(0, 1), atol=1e-5)
 
 
+INT = torch.int32
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"loop": 2}, "loop must be from 0 to 1, got 2"),
-        ({"k": torch.zeros(2, 3, 64)}, "q and k must have shape"),
+        ({"out": None}, "out must be a tensor, got None"),
+        ({"out": torch.zeros(2, 1, 64, dtype=torch.int32)}, "out must be .* torch.int32"),
+        ({"q": torch.zeros(2, 64)}, r"q must be .* \[T, Hq, D\], got \[2, 64\]"),
+        ({"q": torch.zeros(2, 0, 64)}, "got 0 and 1"),
+        ({"q": torch.zeros(2, 129, 64), "out": torch.zeros(2, 129, 64)}, "at most 128 query heads .* got 129"),
+        ({"k": torch.zeros(2, 3, 64)}, "pages must be .* got"),
+        ({"k": torch.zeros(2, 1, 64, device="meta")}, "k must be on .* got meta"),
+        ({"k": torch.zeros(2, 1, 128)[..., ::2]}, "k must be contiguous"),
         ({"v": torch.zeros(2, 1, 64, dtype=torch.float64)}, "v must be .* torch.float64"),
+        ({"v": None}, "v must be a tensor, got None"),
+        ({"pages": None}, "pages must be a tensor .* got None"),
+        ({"loop": 2}, "loop must be an integer from 0 to 1, got 2"),
+        ({"loop": 1.0}, "loop must be an integer from 0 to 1, got 1.0"),
+        ({"group": 2}, "group must be an integer from 0 to 0, got 2"),
+        ({"block_table": None}, r"block_table must be .* \[B, M\], got None"),
+        ({"block_table": torch.zeros(9, dtype=INT)}, r"block_table must be .* \[B, M\], got \[9\]"),
+        ({"block_table": torch.zeros(1, 9, dtype=torch.int64)}, "block_table must be .* torch.int64"),
+        ({"query_start": torch.zeros(1, dtype=INT)}, r"query_start must be \[2\] .* got \[1\]"),
+        ({"query_start": None}, "query_start must be a tensor, got None"),
         ({"seq_lens": torch.zeros(1)}, "seq_lens must be .* torch.float32"),
-        ({"group": 2}, "group must be from 0 to 0, got 2"),
+        ({"seq_lens": None}, r"seq_lens must be .* \[B\], got None"),
+        ({"max_queries": -1}, "max_queries must be at least 0, got -1"),
+        ({"max_queries": 2.0}, "max_queries must be an integer, got 2.0"),
+        ({"scale": float("inf")}, "scale must be a finite number, got inf"),
+        ({"scale": None}, "scale must be a finite number, got None"),
+        ({"k_matrix": None}, r"needs both matrices, got \['v_matrix'\]"),
+        ({"k_means": torch.zeros(2, 1, 96)}, r"k_means must be \[2, 1, 64\] .* got \[2, 1, 96\]"),
         ({"check_table": True, "max_queries": 1}, r"by at most 1, got \[0, 2\]"),
-        ({"check_table": True, "seq_lens": torch.tensor([5000], dtype=torch.int32)}, r"pages of a row, got \[4998\]"),
-        ({"check_table": True, "block_table": torch.full((1, 9), 77, dtype=torch.int32)}, "got 77 to 77"),
+        ({"check_table": True, "query_start": torch.tensor([0, 3], dtype=INT)}, r"within 2 tokens .* got \[0, 3\]"),
+        ({"check_table": True, "seq_lens": torch.tensor([5000], dtype=INT)}, r"pages of a row, got \[4998\]"),
+        ({"check_table": True, "seq_lens": torch.tensor([1], dtype=INT)}, r"pages of a row, got \[-1\]"),
+        ({"check_table": True, "block_table": torch.full((1, 9), 77, dtype=INT)}, "got 77 to 77"),
     ],
 )
 def test_wrong_arguments(change, message):
     layout = CASES["last, key means"][0]
     q, k, v, pages, table, start, lens, turn = problem(layout, 1, 1, [3], [2], torch.float32)
-    arguments = {"q": q, "k": k, "v": v, "loop": 0, "block_table": table, "seq_lens": lens, "max_queries": 2}
-    arguments |= {name: x.to(DEVICE) if isinstance(x, torch.Tensor) else x for name, x in change.items()}
+    arguments = {"out": torch.empty_like(q), "q": q, "k": k, "v": v, "pages": pages, "layout": layout, "loop": 0}
+    arguments |= {"block_table": table, "query_start": start, "seq_lens": lens, "max_queries": 2, "scale": 1.0}
     arguments |= dict(zip(("k_matrix", "v_matrix", "k_means"), turn))
+    for name, x in change.items():
+        arguments[name] = x.to(DEVICE) if isinstance(x, torch.Tensor) and x.device.type != "meta" else x
     with pytest.raises(ValueError, match=message):
-        prefill_attention(
-            torch.empty_like(q), pages=pages, layout=layout, query_start=start, scale=1.0, **arguments
-        )  # fmt: skip
+        prefill_attention(**arguments)
+
+
+def test_no_sequences_are_no_launch():
+    q, k, v, pages, _, _, _, turn = problem(CASES["last, key means"][0], 1, 1, [3], [0], torch.float32)
+    table, start, lens = (torch.zeros(shape, dtype=INT, device=DEVICE) for shape in ((0, 4), 1, 0))
+    layout = CASES["last, key means"][0]
+    prefill_attention(q.clone(), q, k, v, pages, layout, 0, table, start, lens, 0, 1.0, *turn, check_table=True)
 
 
 def test_cost():

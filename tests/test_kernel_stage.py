@@ -33,18 +33,28 @@ def test_no_token_is_no_launch():
     stage_kv(torch.empty(2, 0, 2, 64, dtype=torch.bfloat16, device=DEVICE), empty, empty)
 
 
-@pytest.mark.parametrize(("change", "name"), [("dtype", "v"), ("shape", "staged"), ("stride", "k")])
-def test_arguments_that_do_not_fit_are_named(change, name):
-    k, v = (torch.zeros(3, 2, 64, device=DEVICE) for _ in "kv")
-    staged = torch.zeros(2, 3, 2, 64, device=DEVICE)
-    if change == "dtype":
-        v = v.half()
-    elif change == "shape":
-        staged = staged[:, :2]
-    else:
-        k = torch.zeros(3, 64, 2, device=DEVICE).mT
-    with pytest.raises(ValueError, match=name):
-        stage_kv(staged, k, v)
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"staged": lambda x: x[:, :2]}, r"staged must be \[2, 3, 2, 64\] .* got \[2, 2, 2, 64\]"),
+        ({"staged": lambda _: None}, "staged must be a tensor, got None"),
+        ({"staged": lambda x: x.int()}, "staged must be .* torch.int32"),
+        ({"k": lambda x: x.mT.contiguous().mT}, "k must be contiguous"),
+        ({"k": lambda x: x[0]}, r"k must be .* \[T, H, D\], got \[2, 64\]"),
+        ({"k": lambda _: None}, "k must be a tensor .* got None"),
+        ({"v": lambda x: x.half()}, "v must be .* torch.float16"),
+        ({"v": lambda _: None}, "v must be a tensor, got None"),
+        ({"v": lambda x: x.to("meta")}, "v must be on .* got meta"),
+        ({"sanitised": lambda x: x.long()}, "sanitised must be .* torch.int64"),
+    ],
+)
+def test_arguments_that_do_not_fit_are_named(change, message):
+    arguments = {name: torch.zeros(3, 2, 64, device=DEVICE) for name in "kv"}
+    arguments |= {"staged": torch.zeros(2, 3, 2, 64, device=DEVICE)}
+    arguments |= {"sanitised": torch.zeros(1, dtype=torch.int32, device=DEVICE)}
+    arguments |= {name: edit(arguments[name]) for name, edit in change.items()}
+    with pytest.raises(ValueError, match=message):
+        stage_kv(**arguments)
 
 
 def test_cost_is_one_reading_and_one_writing():

@@ -39,6 +39,7 @@ constexpr int STEPS = HEAD_DIM / 16, SETS = smaller(WARPS / SPANS, STEPS);  // s
 constexpr int STEPS_AT_ONCE = smaller(2, ceil_div(STEPS, SETS));            // of 16 rows, that a warp has on the way
 constexpr int PASSES_AT_ONCE = ceil_div(smaller(HEAD_DIM, 128), 8 * WARPS);  // of the rotation of the output
 constexpr int CHANNELS_A_THREAD = ceil_div(HEAD_DIM, THREADS);
+constexpr int SPLITS_AT_ONCE = 8;  // whose values a thread has on the way
 constexpr int SCRATCH_FLOATS = QUERY_HEADS * HEAD_DIM * (SETS + WARPS);
 static_assert(WARPS >= KINDS, "each kind's means are worked on by a warp");
 static_assert(SCRATCH_FLOATS >= QUERY_HEADS * (WARPS * (HEAD_DIM + 2) + HEAD_DIM), "the end's sums must fit in there");
@@ -387,6 +388,7 @@ __device__ __forceinline__ void attend_split(const Arguments& arg, RotationPart&
     }
     add_values(tile, places, scores, lane, run);
     stage = stage == STAGES - 1 ? 0 : stage + 1;
+    if (i == count - STAGES && arg.splits > 1) start_successor();
   }
   prefetch_end(arg, row, kv_head);
   write_warp(run, scratch);
@@ -398,24 +400,38 @@ __device__ __forceinline__ void attend_split(const Arguments& arg, RotationPart&
 __device__ void merge_splits(const Arguments& arg, int row, int head, SharedQuery& shared, float* past) {
   const int lane = threadIdx.x % LANES, splits = static_cast<int>(arg.splits);
   const int64_t place = (row * arg.query_heads + head) * arg.splits;
-  float maximum = shared.own;
-  for (int s = lane; s < splits; s += LANES) maximum = fmaxf(maximum, load_past_cache(arg.lse + place + s));
-  maximum = max_over_warp(maximum);
-  const float own = exp2f(shared.own - maximum);
-  float total = own, sums[CHANNELS_A_THREAD] = {};
-  for (int first = 0; first < splits; first += LANES) {
-    float share = 0.0f;
-    if (first + lane < splits) share = exp2f(load_past_cache(arg.lse + place + first + lane) - maximum);
-    total += sum_over_warp(share);
-#pragma unroll 8
-    for (int s = 0; s < smaller(LANES, splits - first); ++s) {
-      const float weight = from_lane(share, s);
-      const float* values = arg.partial + (place + first + s) * HEAD_DIM;
+  float values[SPLITS_AT_ONCE][CHANNELS_A_THREAD];
+  const auto load_values = [&](int first) {
+#pragma unroll
+    for (int s = 0; s < SPLITS_AT_ONCE; ++s) {
 #pragma unroll
       for (int i = 0; i < CHANNELS_A_THREAD; ++i) {
         const int channel = i * THREADS + threadIdx.x;
-        const float value = channel < HEAD_DIM ? load_past_cache(values + channel) : 0.0f;
-        sums[i] += weight > 0.0f ? weight * value : 0.0f;  // an empty split was not written
+        const bool inside = first + s < splits && channel < HEAD_DIM;
+        values[s][i] = inside ? load_past_cache(arg.partial + (place + first + s) * HEAD_DIM + channel) : 0.0f;
+      }
+    }
+  };
+  const auto load_lse = [&](int split) {
+    return split < splits ? load_past_cache(arg.lse + place + split) : -INFINITY;
+  };
+  float lse = load_lse(lane);
+  load_values(0);  // on the way together
+  float maximum = fmaxf(shared.own, lse);
+  for (int s = LANES + lane; s < splits; s += LANES) maximum = fmaxf(maximum, load_lse(s));
+  maximum = max_over_warp(maximum);
+  const float own = exp2f(shared.own - maximum);
+  float total = own, sums[CHANNELS_A_THREAD] = {};
+  for (int first = 0; first < splits; first += SPLITS_AT_ONCE) {
+    if (first > 0) load_values(first);
+    if (first > 0 && first % LANES == 0) lse = load_lse(first + lane);
+#pragma unroll
+    for (int s = 0; s < SPLITS_AT_ONCE; ++s) {
+      const float weight = exp2f(from_lane(lse, (first + s) % LANES) - maximum);
+      total += weight;
+#pragma unroll
+      for (int i = 0; i < CHANNELS_A_THREAD; ++i) {
+        sums[i] += weight > 0.0f ? weight * values[s][i] : 0.0f;  // an empty split was not written
       }
     }
   }
@@ -499,6 +515,7 @@ __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) decode_attention_kerne
   SharedQuery* shared = reinterpret_cast<SharedQuery*>(scratch + SCRATCH_FLOATS);
   float* past = scratch + QUERY_HEADS * WARPS * (HEAD_DIM + 2);
 
+  wait_for_predecessor();
   RotationPart part;
   if (arg.k_matrix != nullptr) {
     part.load(arg.q + row * arg.q_stride + head * arg.q_head_stride, arg.q_head_stride,

@@ -433,10 +433,13 @@ __device__ __forceinline__ void find_alpha(const Arguments& arg, const Values& z
     return;
   }
   const bool valid = energy >= 1.1754943508222875e-38f && energy < INFINITY;
-  const float divisor = valid ? energy : 1.0f;
-  const bool squares = arg.coefficient == LEAST_SQUARES;
-  const float product = squares ? inner_product(z, reference, lane) : square_root(inner_product(z, z, lane));
-  const float quotient = (valid ? product : 1.0f) / (squares ? divisor : square_root(divisor));
+  float product, divisor = valid ? energy : 1.0f;
+  if (arg.coefficient == LEAST_SQUARES) {
+    product = inner_product(z, reference, lane);
+  } else {
+    product = square_root(inner_product(z, z, lane)), divisor = square_root(divisor);
+  }
+  const float quotient = (valid ? product : 1.0f) / divisor;
   const uint32_t bits = float_to_bf16((valid ? quotient : 0.0f) + 0.0f);
   const int n = lane / 16;
   if ((lane & 12) == 0 && n < LANE_TOKENS) targets.store_plain(n, plane, 1, 0, bits);
@@ -529,6 +532,7 @@ __device__ __forceinline__ void pack_tile(const Arguments& arg, int tile, int he
 __global__ void __launch_bounds__(THREADS, 3) pack_kv_kernel(const Arguments arg) {
   const int warp = threadIdx.x / LANES, lane = threadIdx.x % LANES, parts = static_cast<int>(arg.parts);
   const int head = blockIdx.y, is_v = blockIdx.z / parts, part = blockIdx.z % parts;
+  wait_for_predecessor();
   if constexpr (ROTATED) {
     load_matrix(is_v ? arg.v_matrix + head * arg.v_matrix_stride : arg.k_matrix + head * arg.k_matrix_stride);
     sync_block();

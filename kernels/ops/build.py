@@ -21,14 +21,16 @@ from functools import lru_cache
 from pathlib import Path
 from typing import ClassVar
 
+import torch
+
 from residualquant.config import PRESETS, preset
 from residualquant.errors import ResidualQuantError
+from residualquant.kernels.checks import HEAD_DIMS
 from residualquant.layout import PageLayout, loops_read
 from residualquant.repro.paths import kernels_dir, show
 from residualquant.residual import coding_steps
 
 FLAGS = ("-std=c++17", "-O3", "--shared", "-Xcompiler", "-fPIC", "-Xptxas", "-v")
-HEAD_DIMS = (64, 96, 128, 256)
 CODE_BITS = (2, 4)
 MOST_KINDS = 4
 WRITER_HEAD_DIMS = (64, 96, 128)
@@ -227,6 +229,14 @@ def load_variant(variant: Compiled, architecture: str) -> ctypes.CDLL | str:
     return ctypes.CDLL(str(path))
 
 
+def library_on(device: torch.device, variant: Compiled | str) -> ctypes.CDLL | str:
+    """The library of ``variant`` for a GPU, or why there is none: that is then the variant, or the GPU is too old."""
+    major, minor = torch.cuda.get_device_capability(device)
+    if major < 9:
+        return f"it needs compute capability 9.0, got {major}.{minor}"
+    return variant if isinstance(variant, str) else load_variant(variant, f"sm_{major}{minor}")
+
+
 def start(library: ctypes.CDLL, operation: str, arguments: ctypes.Structure, stream: int) -> None:
     """Start the kernel ``operation`` of ``library`` on ``stream``.
 
@@ -244,8 +254,6 @@ def start(library: ctypes.CDLL, operation: str, arguments: ctypes.Structure, str
 def main(architectures: list[str]) -> None:
     """Compile the paper's variants, for the GPU here or for the architectures named, and say what each takes."""
     if not architectures:
-        import torch
-
         if not torch.cuda.is_available():
             raise ResidualQuantError("no GPU here: name the architectures, as in `make kernels ARCH=sm_90`")
         architectures = ["sm_{}{}".format(*torch.cuda.get_device_capability())]

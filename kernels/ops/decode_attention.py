@@ -31,13 +31,23 @@ from torch import Tensor
 
 from residualquant.affine import FP8, dequantize, unpack_codes
 from residualquant.attention import rotate, rotate_back
-from residualquant.errors import ResidualQuantError
-from residualquant.kernels.build import MOST_KINDS, Variant, load_variant, start, variant_for
+from residualquant.errors import ResidualQuantError, check_count, check_type
+from residualquant.kernels.build import MOST_KINDS, library_on, start, variant_for
+from residualquant.kernels.checks import (
+    FLOATS,
+    check_packed,
+    check_pages,
+    check_query_heads,
+    check_scale,
+    check_tensors,
+    sizes,
+)
+from residualquant.kernels.pack_kv_cuda import head_stride
 from residualquant.layout import PageLayout, loop_bytes, loops_read
 from residualquant.pages import read_pages
 
 LEAST_SPLIT = 256  # tokens: what a split must have at least to be worth its start
-SPLIT_OVERHEAD = 192  # tokens that could be read in the time a split takes to start and end
+SPLIT_OVERHEAD = 500  # tokens that could be read in the time a split takes to start and end
 BLOCKS_PER_PROCESSOR = 1  # thread blocks that a multiprocessor needs to be busy
 MOST_SPLITS = 128
 LOG2_E = math.log2(math.e)
@@ -99,8 +109,17 @@ def workspace(
         max_tokens: longest past. Longer ones are computed right as well, but less evenly spread.
         device: where.
         splits: parts of each past that run in parallel; None chooses them for this device.
+
+    Raises:
+        ValueError: a number that is none, below 1 (``max_tokens``: below 0), or query heads not a multiple of KV heads.
     """
-    if splits is None:
+    for name, value in (("batch", batch), ("query_heads", query_heads), ("kv_heads", kv_heads), ("head_dim", head_dim)):
+        check_count(name, value)
+    check_count("max_tokens", max_tokens, 0)
+    check_query_heads(query_heads, kv_heads)
+    if splits is not None:
+        check_count("splits", splits)
+    else:
         cuda = torch.device(device).type == "cuda"
         processors = torch.cuda.get_device_properties(device).multi_processor_count if cuda else 1
         splits = choose_splits(batch * kv_heads, max_tokens, processors * BLOCKS_PER_PROCESSOR)
@@ -220,9 +239,14 @@ def decode_attention(
         ValueError: an argument of another shape, dtype or device, or a layout that no kernel reads.
         ResidualQuantError: the preferred way does not exist here; the message says why.
     """
-    scale = past.layout.head_dim**-0.5 if scale is None else scale
+    check_type("past", past, Past)
+    check_type("scratch", scratch, Workspace)
+    check_type("q", q, Tensor)
+    if prefer not in (None, "cuda", "triton", "reference"):
+        raise ValueError(f'prefer must be "cuda", "triton", "reference" or None, got {prefer!r}')
     out = torch.empty_like(q) if out is None else out
-    _check(q, k, v, past, loop, scratch, out)
+    _check(q, k, v, past, loop, scratch, scale, out)
+    scale = past.layout.head_dim**-0.5 if scale is None else scale
     if not len(q):
         return out
     if check_table:
@@ -296,8 +320,8 @@ def fill_arguments(
         **{f"{name}_head_stride": x.stride(1) for name, x in (("q", q), ("k", k), ("v", v))},
         k_matrix=_pointer(past.k_matrix),
         v_matrix=_pointer(past.v_matrix),
-        k_matrix_stride=_head_stride(past.k_matrix),
-        v_matrix_stride=_head_stride(past.v_matrix),
+        k_matrix_stride=head_stride(past.k_matrix),
+        v_matrix_stride=head_stride(past.v_matrix),
         means=(ctypes.c_void_p * MOST_KINDS)(*means),
         mean_stride=layout.head_dim,
         partial=scratch.partial.data_ptr(),
@@ -321,14 +345,8 @@ def _pointer(tensor: Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
 
 
-def _head_stride(matrix: Tensor | None) -> int:
-    return 0 if matrix is None or matrix.dim() == 2 else matrix.stride(0)
-
-
 def _choose(prefer: str | None, q: Tensor, past: Past, loop: int) -> tuple:
     """Which way to go, and the library of the CUDA way."""
-    if prefer not in (None, "cuda", "triton", "reference"):
-        raise ValueError(f'prefer must be "cuda", "triton", "reference" or None, got {prefer!r}')
     if prefer in ("triton", "reference"):
         return prefer, None
     if prefer is None and q.device.type == "cpu":
@@ -348,11 +366,7 @@ def _library(device, dtype, layout: PageLayout, loop: int, queries_per_head: int
         return f"tensors are on {device}"
     if dtype != torch.bfloat16:
         return f"q must be bfloat16, got {dtype}"
-    major, minor = torch.cuda.get_device_capability(device)
-    if major < 9:
-        return f"it needs compute capability 9.0, got {major}.{minor}"
-    variant = variant_for(layout, loop, queries_per_head)
-    return load_variant(variant, f"sm_{major}{minor}") if isinstance(variant, Variant) else variant
+    return library_on(device, variant_for(layout, loop, queries_per_head))
 
 
 @lru_cache(maxsize=64)
@@ -360,67 +374,28 @@ def _warn_once(reason: str) -> None:
     warnings.warn(f"decode attention runs by Triton, which is slower: {reason}", stacklevel=4)
 
 
-def _check(q: Tensor, k: Tensor, v: Tensor, past: Past, loop: int, scratch: Workspace, out: Tensor) -> None:
-    layout, group, pages = past.layout, past.group, past.pages
-    cfg, dim = layout.config, layout.head_dim
-    if cfg.rounding != "fp32" or 16 in cfg.bits:
-        raise ValueError(f"kernels read bits 0 to 8 of rounding fp32, got bits {cfg.bits}, {cfg.rounding!r}")
-    if not 0 <= loop < cfg.loops or not 0 <= group < layout.groups:
-        raise ValueError(f"loop must be below {cfg.loops} and group below {layout.groups}, got {loop} and {group}")
-    if q.dim() != 3 or k.dim() != 3:
-        raise ValueError(f"q and k must have shape [B, heads, D], got {list(q.shape)} and {list(k.shape)}")
-    (batch, query_heads, _), heads = q.shape, k.shape[1]
-    if not heads or query_heads % heads:
-        raise ValueError(f"query heads must be a multiple of the KV heads, got {query_heads} and {heads}")
-    splits = scratch.lse.shape[-1]
-    if scratch.partial.shape[0] < batch or list(scratch.partial.shape[1:]) != [query_heads, splits, dim]:
-        got = list(scratch.partial.shape)
-        raise ValueError(f"scratch must be for at least {batch} sequences of {query_heads} x {dim}, got {got}")
-    if scratch.partial.device != q.device:
-        raise ValueError(f"scratch must be on {q.device}, got {scratch.partial.device}")
-    square = [[dim, dim], [heads, dim, dim]]
-    floats = (torch.bfloat16, torch.float16, torch.float32)
-    for name, tensor, shapes, dtypes in (
-        ("q", q, [[batch, query_heads, dim]], floats),
-        ("k", k, [[batch, heads, dim]], (q.dtype,)),
-        ("v", v, [[batch, heads, dim]], (q.dtype,)),
-        ("out", out, [list(q.shape)], (q.dtype, torch.float32)),
-        ("pages", pages, [[len(pages), heads, layout.page_bytes_per_head]], (torch.uint8,)),
-        ("block_table", past.block_table, [[batch, past.block_table.shape[-1]]], (torch.int32,)),
-        ("lengths", past.lengths, [[batch]], (torch.int32,)),
-        ("k_matrix", past.k_matrix, square, (torch.float16,)),
-        ("v_matrix", past.v_matrix, square, (torch.float16,)),
-        ("k_means", past.k_means, [[cfg.loops, heads, dim]], (torch.float32,)),
-    ):
-        if tensor is None:
-            continue
-        if list(tensor.shape) not in shapes or tensor.dtype not in dtypes or tensor.device != q.device:
-            expected = f"{' or '.join(map(str, shapes))} of {', '.join(map(str, dtypes))} on {q.device}"
-            got = f"{list(tensor.shape)} of {tensor.dtype} on {tensor.device}"
-            raise ValueError(f"{name} must be {expected}, got {got}")
-        dense = name in ("k_matrix", "v_matrix", "k_means", "lengths")
-        if tensor.stride(-1) != 1 or (dense and not tensor.is_contiguous()):
-            raise ValueError(f"{name} must be contiguous, got strides {tensor.stride()}")
-    given = [name for name in ("k_matrix", "v_matrix") if getattr(past, name) is not None]
-    if len(given) != (0 if cfg.rotation == "none" else 2):
-        raise ValueError(f"rotation={cfg.rotation!r} needs {'no' if given else 'both'} matrices, got {given}")
-    if pages.stride(0) % 16 or pages.stride(1) % 16:
-        raise ValueError(f"pages must start at multiples of 16 bytes, got strides {pages.stride()}")
-    for name, tensor in (("pages", pages), ("k_matrix", past.k_matrix), ("v_matrix", past.v_matrix)):
-        if tensor is not None and tensor.data_ptr() % 16:
-            raise ValueError(f"{name} must start at a multiple of 16 bytes, got address {tensor.data_ptr():#x}")
-
-
-def check_pages(table: Tensor, lengths: Tensor, page_tokens: int, pages: int) -> None:
-    """Check that the pages which ``lengths`` [B] tokens of the past need are in ``table`` [B, M] and exist.
-
-    Raises:
-        ValueError: one is missing; the message holds the lengths or the page numbers.
-    """
-    used = (lengths.long() + page_tokens - 1) // page_tokens
-    if int(used.max()) > table.shape[1] or int(lengths.min()) < 0:
-        raise ValueError(f"lengths must fit {table.shape[1]} pages of a row, got {lengths.tolist()}")
-    named = table[torch.arange(table.shape[1], device=used.device) < used[:, None]]
-    if named.numel() and not 0 <= int(named.min()) <= int(named.max()) < pages:
-        got = f"{int(named.min())} to {int(named.max())}"
-        raise ValueError(f"block_table must name pages from 0 to {pages - 1}, got {got}")
+def _check(
+    q: Tensor, k: Tensor, v: Tensor, past: Past, loop: int, scratch: Workspace, scale: float | None, out: Tensor
+) -> None:
+    batch, query_heads, _ = sizes("q", q, "B, Hq, D")
+    heads = sizes("k", k, "B, H, D")[1]
+    check_packed(q.device, heads, past.layout, past.pages, past.k_matrix, past.v_matrix, past.k_means, past.group, loop)
+    check_query_heads(query_heads, heads)
+    if scale is not None:
+        check_scale(scale)
+    dim, width = past.layout.head_dim, sizes("block_table", past.block_table, "B, M")[1]
+    room, _, splits, _ = sizes("the scratch's partial", scratch.partial, "B, Hq, splits, D")
+    if room < batch:
+        raise ValueError(f"scratch must be for at least {batch} sequences, got {room}")
+    check_tensors(
+        q.device,
+        q=(q, [[batch, query_heads, dim]], FLOATS, 1),
+        k=(k, [[batch, heads, dim]], (q.dtype,), 1),
+        v=(v, [[batch, heads, dim]], (q.dtype,), 1),
+        out=(out, [[batch, query_heads, dim]], (q.dtype, torch.float32), 1),
+        block_table=(past.block_table, [[batch, width]], (torch.int32,), 1),
+        lengths=(past.lengths, [[batch]], (torch.int32,), 1),
+        partial=(scratch.partial, [[room, query_heads, splits, dim]], (torch.float32,), 4),
+        lse=(scratch.lse, [[room, query_heads, splits]], (torch.float32,), 3),
+        arrived=(scratch.arrived, [[room, query_heads]], (torch.int32,), 2),
+    )

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from residualquant.attention import rotate
 from residualquant.kernels.decode_attention import LOG2_E, Past, Workspace
-from residualquant.kernels.prefill_attention import chain, rebuild
+from residualquant.kernels.triton_common import chain, rebuild
 
 TILE = 16  # tokens at a time
 

@@ -25,7 +25,6 @@ no contraction into fused multiply-adds, IEEE division, and inner products summe
 
 from __future__ import annotations
 
-import math
 from functools import lru_cache
 
 import torch
@@ -33,8 +32,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from residualquant.config import KVQuantConfig
 from residualquant.kernels.build import start
+from residualquant.kernels.checks import FLOATS, check_packed, check_slot_mapping, check_tensors, sizes
 from residualquant.kernels.pack_kv_cuda import (
     WriterCall,
     choose_parts,
@@ -43,14 +42,13 @@ from residualquant.kernels.pack_kv_cuda import (
     head_stride,
     library_for,
 )
+from residualquant.kernels.triton_common import check_device, round_bf16, word_offsets
 from residualquant.kernels.tuning import tuned
-from residualquant.layout import PageLayout, check_head_dim, stored_bytes
+from residualquant.layout import PageLayout, stored_bytes
 from residualquant.pages import write_pages
 from residualquant.residual import encode
 from residualquant.rotation import Rotation
 
-HEAD_DIMS = (64, 96, 128, 256)
-BITS = (0, 1, 2, 3, 4, 8)
 WARP_CHANNELS = 32  # channels that a warp holds of a rotated tile: groups of 16 and 32 then need no other warp
 OPERATIONS_PER_VALUE = 20  # minimum, maximum, two inner products, prediction, division, rounding, clamps, packing
 
@@ -209,7 +207,7 @@ def _predict(
     """alpha R, after storing alpha in the plane from word FIRST (Sec. 3.2)."""
     prediction = reference
     if COEFFICIENT != "unit":
-        words, alpha = _round_bf16(_coefficient(z, reference, energy, COEFFICIENT, D))
+        words, alpha = round_bf16(_coefficient(z, reference, energy, COEFFICIENT, D))
         _store_words(page, t, stored, words, 0, FIRST, 1)
         prediction = alpha * reference
     return prediction
@@ -269,14 +267,6 @@ def _coefficient(z, reference, energy, COEFFICIENT: tl.constexpr, D: tl.constexp
     else:
         alpha = tl.math.div_rn(tl.math.sqrt_rn(_dot(z, z, D)), tl.math.sqrt_rn(energy))
     return tl.where(valid, alpha, 0.0) + 0.0
-
-
-@triton.jit
-def _round_bf16(x):
-    """BF16 bits of finite x, to nearest even, and their value."""
-    bits = x.to(tl.int32, bitcast=True)
-    bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000
-    return bits >> 16, bits.to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -350,13 +340,6 @@ def _store_words(
     tl.store(page[None, :] + FIRST + at, tl.trans(values.to(tl.int16)), mask=inside)
 
 
-@triton.jit
-def word_offsets(t, word, interleaved, TOKEN: tl.constexpr):
-    """Where word ``word`` of token ``t`` of a page lies in a plane of TOKEN words per token."""
-    odd = tl.where(interleaved > 0, 1, TOKEN)
-    return t // 2 * (2 * TOKEN) + t % 2 * odd + word * (1 + interleaved)
-
-
 def pack_kv(
     pages: Tensor,
     layout: PageLayout,
@@ -389,14 +372,14 @@ def pack_kv(
         group: which loop group of the layer.
         sanitised: int32 [1], increased by the values that were NaN, infinite or beyond +-65504.
         rotated: fp32 [2, L, T, H, D], receives the rotated K and V that are coded, for tests.
-        check_slots: make sure that every slot lies in the pages; waits for the GPU.
+        check_slots: make sure that every slot lies in the pages and occurs once; waits for the GPU.
 
     Raises:
         ValueError: an argument of another shape, dtype or device, or a layout that the kernel does not write.
     """
     _check(pages, layout, slots, k, v, k_matrix, v_matrix, k_means, group, sanitised, rotated)
-    if check_slots and slots.numel() and int(slots.max()) >= pages.shape[0] * layout.page_tokens:
-        raise ValueError(f"slots must be below {pages.shape[0] * layout.page_tokens}, got {int(slots.max())}")
+    if check_slots:
+        check_slot_mapping(slots, len(pages) * layout.page_tokens)
     if k.shape[1] == 0:
         return
     call = WriterCall(pages, layout, slots, k, v, k_matrix, v_matrix, k_means, group, sanitised, rotated)
@@ -452,76 +435,21 @@ def coding_runs(layout: PageLayout) -> tuple[tuple, ...]:
 
 
 def _check(pages, layout, slots, k, v, k_matrix, v_matrix, k_means, group, sanitised, rotated) -> None:
-    check_layout(layout, pages, k_matrix, v_matrix, group)
-    loops, head_dim = layout.config.loops, layout.head_dim
-    if k.dim() != 4 or k.stride() != v.stride():
-        raise ValueError(f"k and v must be [L, T, H, D] with equal strides, got {k.stride()} and {v.stride()}")
-    tokens, heads = k.shape[1:3]
-    states = [[loops, tokens, heads, head_dim]]
-    square = [[head_dim, head_dim], [heads, head_dim, head_dim]]
+    _, tokens, heads, _ = sizes("k", k, "L, T, H, D")
+    sizes("v", v, "L, T, H, D")
+    check_device(k.device)
+    check_packed(k.device, heads, layout, pages, k_matrix, v_matrix, k_means, group)
+    states = [layout.config.loops, tokens, heads, layout.head_dim]
     check_tensors(
-        pages.device,
-        pages=(pages, [[pages.shape[0], heads, layout.page_bytes_per_head]], (torch.uint8,), 1),
+        k.device,
         slots=(slots, [[tokens]], (torch.int64, torch.int32), 1),
-        k=(k, states, (torch.bfloat16, torch.float16, torch.float32), 1),
-        v=(v, states, (k.dtype,), 1),
-        k_matrix=(k_matrix, square, (torch.float16,), 2),
-        v_matrix=(v_matrix, square, (torch.float16,), 2),
-        k_means=(k_means, [[loops, heads, head_dim]], (torch.float32,), 3),
+        k=(k, [states], FLOATS, 1),
+        v=(v, [states], (k.dtype,), 1),
         sanitised=(sanitised, [[1]], (torch.int32,), 1),
-        rotated=(rotated, [[2, *states[0]]], (torch.float32,), 5),
+        rotated=(rotated, [[2, *states]], (torch.float32,), 5),
     )
-
-
-def check_tensors(
-    device: torch.device, **expected: tuple[Tensor | None, list[list[int]], tuple[torch.dtype, ...], int]
-) -> None:
-    """Check the arguments of a Triton kernel: tensor, allowed shapes, allowed dtypes, trailing axes to be contiguous.
-
-    Raises:
-        ValueError: the first that is on another device, of another shape or dtype, or strided; None passes. Or a device
-            that is no GPU, unless Triton interprets.
-    """
-    if device.type != "cuda" and not triton.knobs.runtime.interpret:
-        raise ValueError(f"the Triton kernels need tensors on a CUDA device, got {device}")
-    for name, (tensor, shapes, dtypes, dense) in expected.items():
-        if tensor is None:
-            continue
-        shape = list(tensor.shape)
-        if shape not in shapes or tensor.dtype not in dtypes:
-            wanted = f"{' or '.join(map(str, shapes))} of {' or '.join(map(str, dtypes))}"
-            raise ValueError(f"{name} must be {wanted}, got {shape} of {tensor.dtype}")
-        if tensor.device != device:
-            raise ValueError(f"{name} must be on {device}, as the others, got {tensor.device}")
-        strides = tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape) - dense, len(shape)))
-        if tensor.numel() and tensor.stride()[-dense:] != strides:
-            raise ValueError(f"the last {dense} axes of {name} must be contiguous, got strides {tensor.stride()}")
-
-
-def check_layout(
-    layout: PageLayout, pages: Tensor, k_matrix: Tensor | None, v_matrix: Tensor | None, group: int
-) -> None:
-    """Check that the kernels know this layout and group, and have the rotations that it names.
-
-    Raises:
-        ValueError: another head size, bits, rounding, group or alignment, or rotations that do not go with the
-            configuration.
-    """
-    cfg: KVQuantConfig = layout.config
-    check_head_dim(cfg, layout.head_dim)
-    if not 0 <= group < layout.groups:
-        raise ValueError(f"group must be from 0 to {layout.groups - 1}, got {group!r}")
-    if pages.data_ptr() % 16 or any(stride % 16 for stride in pages.stride()[:2]):
-        raise ValueError(f"pages must start at multiples of 16 bytes, got strides {pages.stride()}")
-    if layout.head_dim not in HEAD_DIMS:
-        raise ValueError(f"head_dim must be one of {', '.join(map(str, HEAD_DIMS))}, got {layout.head_dim}")
-    if not set(cfg.bits) <= set(BITS):
-        raise ValueError(f"bits must be among {', '.join(map(str, BITS))}, got {cfg.bits}")
-    if cfg.rounding != "fp32":
-        raise ValueError(f'rounding must be "fp32", got {cfg.rounding!r}')
-    given = [name for name, matrix in (("k_matrix", k_matrix), ("v_matrix", v_matrix)) if matrix is not None]
-    if len(given) != (0 if cfg.rotation == "none" else 2):
-        raise ValueError(f"rotation={cfg.rotation!r} needs {'no' if given else 'both'} matrices, got {given}")
+    if k.stride() != v.stride():
+        raise ValueError(f"k and v must have equal strides, got {k.stride()} and {v.stride()}")
 
 
 def pack_kv_cost(layout: PageLayout, tokens: int, heads: int, state_bytes: int = 2) -> tuple[int, int]:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from residualquant.affine import CLIP
 from residualquant.config import KVQuantConfig
-from residualquant.kernels.build import MOST_LOOPS, WriterVariant, load_variant, writer_variant_for
+from residualquant.kernels.build import MOST_LOOPS, library_on, writer_variant_for
 from residualquant.layout import PageLayout, loops_read
 
 BLOCK_TOKENS = {True: 32, False: 16}  # of a block of threads at a time, rotated and not
@@ -63,19 +63,14 @@ def library_for(call: WriterCall) -> ctypes.CDLL | str:
         return f"pages are on {call.pages.device}"
     if call.k.dtype != torch.bfloat16:
         return f"states must be bfloat16, got {call.k.dtype}"
-    matrices = [matrix for matrix in (call.k_matrix, call.v_matrix) if matrix is not None]
-    if any(x.data_ptr() % 16 for x in (call.k, call.v, *matrices)) or any(stride % 8 for stride in call.k.stride()[:3]):
-        return "states and rotations must start at multiples of 16 bytes"
+    if any(x.data_ptr() % 16 for x in (call.k, call.v)) or any(stride % 8 for stride in call.k.stride()[:3]):
+        return "states must start at multiples of 16 bytes"
     return _library(call.layout, call.pages.device)
 
 
 @lru_cache(maxsize=64)
 def _library(layout: PageLayout, device: torch.device) -> ctypes.CDLL | str:
-    major, minor = torch.cuda.get_device_capability(device)
-    if major < 9:
-        return f"it needs compute capability 9.0, got {major}.{minor}"
-    variant = writer_variant_for(layout)
-    return load_variant(variant, f"sm_{major}{minor}") if isinstance(variant, WriterVariant) else variant
+    return library_on(device, writer_variant_for(layout))
 
 
 def fill_arguments(call: WriterCall, processors: int) -> Arguments:

@@ -24,9 +24,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from residualquant.kernels.decode_attention import check_pages
-from residualquant.kernels.pack_kv import check_layout, check_tensors, rotation_of, word_offsets
-from residualquant.kernels.pack_kv_cuda import coding_plan, head_stride
+from residualquant.errors import check_count
+from residualquant.kernels.checks import (
+    FLOATS,
+    check_packed,
+    check_pages,
+    check_query_heads,
+    check_scale,
+    check_tensors,
+    sizes,
+)
+from residualquant.kernels.pack_kv import rotation_of
+from residualquant.kernels.pack_kv_cuda import head_stride
+from residualquant.kernels.triton_common import chain, check_device, rebuild
 from residualquant.kernels.tuning import tuned
 from residualquant.layout import PageLayout, loop_bytes, loops_read
 from residualquant.pages import read_pages
@@ -194,85 +204,6 @@ def _to_fp16(z):
     return tl.minimum(tl.maximum(z, -65504.0), 65504.0).to(tl.float16)
 
 
-@triton.jit
-def rebuild(
-    page, t, inside, means, head, INTERLEAVED: tl.constexpr,
-    CHAIN: tl.constexpr, ALPHA: tl.constexpr, D: tl.constexpr, W: tl.constexpr,
-):  # fmt: skip
-    """Zhat of tokens t of their pages, [N, W] fp32; 0 (or the means) for those not inside.
-
-    ``page`` points to the first 16-bit word of K or V of each token's page; CHAIN and ALPHA are those of :func:`chain`.
-    """
-    z = tl.zeros([t.shape[0], W], tl.float32)
-    for i in tl.static_range(len(CHAIN)):
-        if i > 0 and ALPHA:
-            alpha = _load_words(page, t, inside, 0, CHAIN[i][5], 1, 0, 1)
-            z *= (alpha << 16).to(tl.float32, bitcast=True)
-        if CHAIN[i][1] > 0:
-            codes = _load_codes(page, t, inside, INTERLEAVED, CHAIN[i][3], CHAIN[i][1], D, W)
-            z += _dequantize(page, t, inside, codes, CHAIN[i][4], CHAIN[i][2], D)
-        if means is not None:
-            channel = tl.arange(0, W)
-            mean = means + (CHAIN[i][0] * tl.num_programs(1) + head) * D + channel
-            z += tl.load(mean, mask=channel < D, other=0.0)[None, :]
-    return z
-
-
-@triton.jit
-def _dequantize(page, t, inside, codes, FIRST: tl.constexpr, G: tl.constexpr, D: tl.constexpr):
-    """``offset + scale * code`` of codes [N, W], by the metadata plane from word FIRST (Sec. 2.1)."""
-    N: tl.constexpr = codes.shape[0]
-    W: tl.constexpr = codes.shape[1]
-    metadata = _load_words(page, t, inside, 0, FIRST, D // G, 0, W // G)
-    scale = e4m3_value(metadata & 0xFF)[:, :, None]
-    offset = e4m3_value(metadata >> 8)[:, :, None]
-    return tl.reshape(offset + scale * tl.reshape(codes.to(tl.float32), [N, W // G, G]), [N, W])
-
-
-@triton.jit
-def e4m3_value(code):
-    """The value of FP8 e4m3fn bits: those of an FP16 number 2^8 times smaller, shifted by its three mantissa bits."""
-    half = ((code & 0x7F) << 7) | ((code & 0x80) << 8)
-    return half.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32) * 256.0
-
-
-@triton.jit
-def _load_codes(
-    page, t, inside, interleaved: tl.constexpr,
-    FIRST: tl.constexpr, BITS: tl.constexpr, D: tl.constexpr, W: tl.constexpr,
-):  # fmt: skip
-    """Codes of BITS bits of tokens t of their pages, [N, W] int32."""
-    if BITS == 3:
-        low = _load_words(page, t, inside, interleaved, FIRST, 3 * D // 16, 0, W // 8)
-        high = _load_words(page, t, inside, interleaved, FIRST, 3 * D // 16, D // 8, W // 16)
-        codes = _unpack(low, 2) | (_unpack(high, 1) << 2)
-    else:
-        codes = _unpack(_load_words(page, t, inside, interleaved, FIRST, BITS * D // 16, 0, BITS * W // 16), BITS)
-    return codes
-
-
-@triton.jit
-def _unpack(words, BITS: tl.constexpr):
-    """The inverse of the writer's packing: [N, W b / 16] words to codes [N, W]."""
-    PER_WORD: tl.constexpr = 16 // BITS
-    parts = words[:, :, None] >> (tl.arange(0, PER_WORD) * BITS)[None, None, :]
-    return tl.reshape(parts & (2**BITS - 1), [words.shape[0], words.shape[1] * PER_WORD])
-
-
-@triton.jit
-def _load_words(
-    page, t, inside, interleaved: tl.constexpr,
-    FIRST: tl.constexpr, TOKEN: tl.constexpr, BEGIN: tl.constexpr, COUNT: tl.constexpr,
-):  # fmt: skip
-    """COUNT words from BEGIN of each token, of TOKEN words, in the plane from word FIRST: [N, COUNT] int32, unsigned.
-
-    Words past the token's last belong to channels that are padding: they are read as 0.
-    """
-    word = BEGIN + tl.arange(0, COUNT)
-    at = page[:, None] + FIRST + word_offsets(t[:, None], word[None, :], interleaved, TOKEN)
-    return tl.load(at, mask=inside[:, None] & (word < TOKEN)[None, :], other=0).to(tl.int32) & 0xFFFF
-
-
 def prefill_attention(
     out: Tensor,
     q: Tensor,
@@ -315,12 +246,17 @@ def prefill_attention(
     Raises:
         ValueError: an argument of another shape, dtype or device, or a layout that the kernel does not read.
     """
-    _check(out, q, k, v, pages, layout, loop, block_table, query_start, seq_lens, k_matrix, v_matrix, k_means, group)
+    _check(
+        out, q, k, v, pages, layout, loop, block_table, query_start, seq_lens, max_queries, scale,
+        k_matrix, v_matrix, k_means, group,
+    )  # fmt: skip
     if check_table and len(seq_lens):
         queries = _checked_queries(query_start, len(q), max_queries)
         check_pages(block_table, seq_lens - queries, layout.page_tokens, len(pages))
     (heads, head_dim), repeat = k.shape[1:], q.shape[1] // k.shape[1]
     parameters = tuned("prefill_attention", pages.device)
+    if repeat > parameters["BLOCK_M"]:
+        raise ValueError(f"there may be at most {parameters['BLOCK_M']} query heads per KV head, got {repeat}")
     blocks = triton.cdiv(max_queries, parameters["BLOCK_M"] // repeat)
     if not blocks * len(seq_lens):
         return
@@ -343,40 +279,29 @@ def _checked_queries(query_start: Tensor, tokens: int, max_queries: int) -> Tens
     return queries
 
 
-def chain(layout: PageLayout, loop: int) -> dict[str, object]:
-    """CHAIN: for each loop from the anchor to ``loop``, it, its bits, group size, and the first word of its codes,
-    metadata and alpha, counted from the start of K or V; ALPHA: whether coefficients are stored."""
-    plan = {entry[0]: entry for entry in coding_plan(layout)}
-    read = tuple((*plan[stored][:3], *plan[stored][5:]) for stored in reversed(loops_read(layout.config, loop)))
-    return {"CHAIN": read, "ALPHA": layout.config.coefficient != "unit"}
-
-
 def _check(
-    out, q, k, v, pages, layout, loop, block_table, query_start, seq_lens, k_matrix, v_matrix, k_means, group
-) -> None:
-    check_layout(layout, pages, k_matrix, v_matrix, group)
-    loops, head_dim = layout.config.loops, layout.head_dim
-    if not 0 <= loop < loops:
-        raise ValueError(f"loop must be from 0 to {loops - 1}, got {loop!r}")
-    if q.dim() != 3 or k.dim() != 3 or not k.shape[1] or q.shape[1] % k.shape[1]:
-        raise ValueError(f"q and k must have shape [T, Hq, D] and [T, H, D], got {list(q.shape)} and {list(k.shape)}")
-    tokens, heads = k.shape[:2]
-    square = [[head_dim, head_dim], [heads, head_dim, head_dim]]
-    floats = (torch.bfloat16, torch.float16, torch.float32)
-    sequences = len(seq_lens)
+    out, q, k, v, pages, layout, loop, block_table, query_start, seq_lens, max_queries, scale,
+    k_matrix, v_matrix, k_means, group,
+) -> None:  # fmt: skip
+    tokens, query_heads, _ = sizes("q", q, "T, Hq, D")
+    heads = sizes("k", k, "T, H, D")[1]
+    (sequences,) = sizes("seq_lens", seq_lens, "B")
+    width = sizes("block_table", block_table, "B, M")[1]
+    check_device(q.device)
+    check_packed(q.device, heads, layout, pages, k_matrix, v_matrix, k_means, group, loop)
+    check_query_heads(query_heads, heads)
+    check_scale(scale)
+    check_count("max_queries", max_queries, 0)
+    states, integers = [[tokens, heads, layout.head_dim]], (torch.int32,)
     check_tensors(
-        pages.device,
-        out=(out, [[tokens, q.shape[1], head_dim]], floats, 1),
-        q=(q, [[tokens, q.shape[1], head_dim]], floats, 1),
-        k=(k, [[tokens, heads, head_dim]], (q.dtype,), 1),
-        v=(v, [[tokens, heads, head_dim]], (q.dtype,), 1),
-        pages=(pages, [[pages.shape[0], heads, layout.page_bytes_per_head]], (torch.uint8,), 1),
-        block_table=(block_table, [[sequences, block_table.shape[-1]]], (torch.int32,), 1),
-        query_start=(query_start, [[sequences + 1]], (torch.int32,), 1),
-        seq_lens=(seq_lens, [[sequences]], (torch.int32,), 1),
-        k_matrix=(k_matrix, square, (torch.float16,), 2),
-        v_matrix=(v_matrix, square, (torch.float16,), 2),
-        k_means=(k_means, [[loops, heads, head_dim]], (torch.float32,), 3),
+        q.device,
+        out=(out, [[tokens, query_heads, layout.head_dim]], FLOATS, 1),
+        q=(q, [[tokens, query_heads, layout.head_dim]], FLOATS, 1),
+        k=(k, states, (q.dtype,), 1),
+        v=(v, states, (q.dtype,), 1),
+        block_table=(block_table, [[sequences, width]], integers, 1),
+        query_start=(query_start, [[sequences + 1]], integers, 1),
+        seq_lens=(seq_lens, [[sequences]], integers, 1),
     )
 
 

@@ -16,7 +16,8 @@ import triton.language as tl
 from torch import Tensor
 
 from residualquant.attention import BF16_LIMIT, LIMIT, to_bf16
-from residualquant.kernels.pack_kv import _round_bf16, check_tensors
+from residualquant.kernels.checks import FLOATS, check_tensors, sizes
+from residualquant.kernels.triton_common import check_device, round_bf16
 
 BLOCK = 1024  # values at a time
 
@@ -45,7 +46,7 @@ def stage_kv_kernel(
         changed = tl.sum(tl.where(tl.abs(x) <= CODED, 0, 1))
         if changed > 0:
             tl.atomic_add(sanitised, changed)
-    _, x = _round_bf16(tl.minimum(tl.maximum(tl.where(x == x, x, 0.0), -LIMIT), LIMIT))
+    _, x = round_bf16(tl.minimum(tl.maximum(tl.where(x == x, x, 0.0), -LIMIT), LIMIT))
     kept = staged + is_v.to(tl.int64) * staged_stride + token * staged_token_stride
     tl.store(kept + value, x.to(staged.dtype.element_ty), mask=inside)
 
@@ -63,14 +64,12 @@ def stage_kv(staged: Tensor, k: Tensor, v: Tensor, sanitised: Tensor | None = No
     Raises:
         ValueError: an argument of another shape, dtype or device.
     """
-    floats = (torch.bfloat16, torch.float16, torch.float32)
-    if k.dim() != 3:
-        raise ValueError(f"k must have shape [T, H, D], got {list(k.shape)}")
-    tokens, heads, head_dim = shape = list(k.shape)
+    tokens, heads, head_dim = shape = sizes("k", k, "T, H, D")
+    check_device(k.device)
     check_tensors(
         k.device,
-        staged=(staged, [[2, *shape]], floats, 2),
-        k=(k, [shape], floats, 2),
+        staged=(staged, [[2, *shape]], FLOATS, 2),
+        k=(k, [shape], FLOATS, 2),
         v=(v, [shape], (k.dtype,), 2),
         sanitised=(sanitised, [[1]], (torch.int32,), 1),
     )

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from residualquant.cache import LayerRotations
 from residualquant.config import KVQuantConfig
+from residualquant.kernels.checks import HEAD_DIMS
 from residualquant.kernels.decode_attention import Past, Workspace, decode_attention, workspace
-from residualquant.kernels.pack_kv import HEAD_DIMS, pack_kv
+from residualquant.kernels.pack_kv import pack_kv
 from residualquant.kernels.prefill_attention import prefill_attention
 from residualquant.kernels.stage_kv import stage_kv
 from residualquant.layout import PageLayout
