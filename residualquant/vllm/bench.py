@@ -4,8 +4,8 @@
 
 A packed and a raw engine run one after the other, each in a process of its own; the file is written after every step.
 Prompts are timed twice, never with a prefix hit, and the faster time counts. The time of a step is that of 65 tokens
-less that of one, over 64, the prompts being prefix hits by then. Requests that do not fit all at once are not timed. With "compiled" the engine compiles as vLLM does by itself, else CUDA graphs alone
-are used, which start sooner.
+less that of one, over 64, the prompts being prefix hits by then. Requests that do not fit all at once are not timed.
+With "compiled" the engine compiles as vLLM does by itself, else CUDA graphs alone are used, which start sooner.
 """
 
 from __future__ import annotations

@@ -51,7 +51,7 @@ def on_one_thread(check: Callable[..., T]) -> Callable[..., T]:
 def check_paged(
     paged: PackedPages, groups: int, kv_heads: int, device: torch.device, dtype: torch.dtype = torch.float32
 ) -> float:
-    """Run a prompt in two pieces and two decode steps of two requests through scattered pages and through the reference cache.
+    """Run a prompt in two pieces and two decode steps of two requests through scattered pages and the reference cache.
 
     Args:
         groups: query heads per KV head.

@@ -82,7 +82,7 @@ def test_the_self_check_says_where_its_tensors_lie():
 
 @pytest.fixture(params=["kernels alone", "prompts by FlashAttention"])
 def asked_of_flash_attention(request, monkeypatch):
-    """(starts, queries) of the calls of vLLM's FlashAttention, of which a CPU gets what it computes; None without it."""
+    """(starts, queries) of the calls of vLLM's FlashAttention, which is plain torch on a CPU; None without it."""
     if request.param == "kernels alone":
         monkeypatch.setattr(paged_cuda, "prompt_attention", lambda head_dim: None)
         return None
