@@ -23,6 +23,7 @@ from residualquant.vllm.startup import check_paged
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 HEADS, HEAD_DIM, S = 2, 64, 16
 TOLERANCE = 1e-2  # of an attention output of order 1: BF16 queries, FP16 products
+HALF_UNIT = 2**-8 if DEVICE.type == "cuda" else 0.0  # of a BF16 number: what FlashAttention gives is one
 
 
 class InterpretedPages(KernelPages):
@@ -35,6 +36,11 @@ class InterpretedPages(KernelPages):
 
 
 pytestmark = pytest.mark.usefixtures("loaded_loop_bounds")
+
+
+def error(out, expected):
+    """The largest difference that rounding an output to BF16 does not explain."""
+    return ((out - expected).abs() - HALF_UNIT * expected.abs()).max().item()
 
 
 def rotations_for(config, loops):
@@ -139,7 +145,7 @@ def test_a_mixed_step_with_padding_is_what_the_plain_pages_make_of_it(asked_of_f
         pages_of.write(pages, slots, *step)
         results.append((torch.stack(outs).float(), pages))
     (expected, expected_pages), (out, pages) = results
-    assert (out - expected).abs().max() < TOLERANCE
+    assert error(out, expected) < TOLERANCE
     assert (pages != expected_pages).float().mean() < 1e-3  # the plain rotation sums in FP64
     if asked_of_flash_attention is not None:
         assert asked_of_flash_attention == [([0, 18, 18], 18)] * 4
@@ -167,13 +173,13 @@ def test_every_step_of_an_engine_is_what_the_plain_pages_make_of_it(start_engine
 
     class Compared(type(both(preset("INT2/4 g=32"))[1])):
         def attend(self, loop, q, k, v, pages, batch, out=None):
-            expected = PackedPages.attend(self, loop, q, k, v, pages, batch)
+            expected = PackedPages.attend(self, loop, q.to(self.step_dtype).to(q.dtype), k, v, pages, batch)
             out = super().attend(loop, q, k, v, pages, batch, out)
-            errors.append((out - expected).abs().max().item())
+            errors.append(error(out, expected))
             pasts = batch.seq_lens.cpu() - batch.query_start_cpu.diff()
             first = len(pasts) - batch.beginnings
-            assert pasts[batch.decodes : first].all() and not pasts[first:].any()
-            kinds.add((batch.decodes > 0, first > batch.decodes, batch.beginnings > 0))
+            assert not pasts[first:].any()
+            kinds.add((batch.decodes > 0, bool(pasts[batch.decodes : first].any()), batch.beginnings > 0))
             return out
 
         def write(self, pages, slots, k, v):
