@@ -17,7 +17,7 @@ from residualquant.models.loading import model_folder
 from residualquant.vllm.attention import LoopedAttention
 
 MODEL = "mini-huginn"
-NEW_TOKENS = 6
+NEW_TOKENS = 4
 GREEDY = greedy(NEW_TOKENS)
 BUDGET = 512
 SETTINGS = {
