@@ -1,4 +1,4 @@
-"""Fill the generated blocks of README.md from the committed records, so that no number there is typed by hand.
+"""Fill the generated blocks of README.md and docs/serving.md from the committed records: no number is typed by hand.
 
 A block lies between ``<!-- generated:NAME -->`` and ``<!-- /generated:NAME -->``.
 """
@@ -14,11 +14,13 @@ from typing import TYPE_CHECKING
 from residualquant.errors import ResidualQuantError
 from residualquant.repro import paths
 from residualquant.repro.profiles import PROFILES
+from residualquant.repro.served import checks_block, choice_block, speed_block
 
 if TYPE_CHECKING:
     import pandas as pd
 
 COMMITTED = ("mini", "full")
+DOCUMENTS = ("README.md", "docs/serving.md")
 _BLOCK = re.compile(r"(<!-- generated:(\w+) -->\n).*?(<!-- /generated:\2 -->)", re.DOTALL)
 
 
@@ -151,34 +153,6 @@ def kernels_block() -> str:
     return f"{first.gpu}, {first.config}, copy bandwidth {first.copy_tb_per_s:.2f} TB/s:\n\n{markdown(table)}"
 
 
-def serving_block() -> str:
-    """vLLM with a packed and with a raw cache, from data/h200/vllm_speed.json, and what its answers are worth."""
-    import pandas as pd
-
-    from residualquant.repro.layouts import markdown
-
-    folder = paths.data_dir("h200")
-    speed = paths.parse_json((folder / "vllm_speed.json").read_bytes())
-    answers = pd.read_csv(folder / "vllm_accuracy.csv")
-    packed, raw = speed["packed"], speed["raw"]
-    table = [["Tokens that fit", packed["tokens_that_fit"], raw["tokens_that_fit"]]]
-    for name, key in (("Generated", "tokens_per_second"), ("Prompt", "prefill_tokens_per_second")):
-        for one, other in zip(packed["rows"], raw["rows"]):
-            about = f"{name} tokens per second, {one['tokens']:,} x {one['requests']}"
-            table.append([about, one[key], other[key]])
-    columns = ["Past tokens x requests", "Packed", "BF16", "Ratio"]
-    shown = pd.DataFrame([[n, f"{p:,.0f}", f"{r:,.0f}", f"{p / r:.2f}"] for n, p, r in table], columns=columns)
-    judged = "; ".join(
-        f"{row.task}: {row.vllm_correct} by vLLM and {row.torch_correct} by the torch engine of {row.n}, "
-        f"{row.only_vllm} to {row.only_torch} that one alone solves, p = {row.p:.2f}"
-        for row in answers.itertuples()
-    )
-    first = answers.iloc[0]
-    head = f"{speed['provenance']['gpu']}, vLLM {first.vllm}, Ouro-1.4B's shape with random weights, INT2/4 g=32"
-    said = f"Answers to the same problems ({first.model}, {first.config}, McNemar's exact test): {judged}."
-    return f"{head}:\n\n{markdown(shown)}\n\n{said}"
-
-
 def _of_each(profiles: Sequence[str], make: Callable[[str], str], once: bool = False) -> str:
     """What ``make`` gives for each profile, or for the first that is measured; a sentence where it was not measured."""
     parts, missing = [], []
@@ -199,7 +173,9 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "gap": gap_block,
     "profiles": profiles_block,
     "kernels": kernels_block,
-    "serving": serving_block,
+    "serving": speed_block,
+    "serving_choice": choice_block,
+    "serving_checks": checks_block,
 }
 
 
@@ -212,17 +188,18 @@ def fill(text: str) -> str:
 
     def replace(match: re.Match) -> str:
         if match[2] not in BLOCKS:
-            raise ResidualQuantError(f"README.md asks for the unknown block {match[2]!r}; known: {', '.join(BLOCKS)}")
+            raise ResidualQuantError(f"there is no generated block {match[2]!r}; known: {', '.join(BLOCKS)}")
         return f"{match[1]}\n{BLOCKS[match[2]]().strip()}\n\n{match[3]}"
 
     return _BLOCK.sub(replace, text)
 
 
 def main() -> None:
-    """Rewrite README.md in the workspace."""
-    readme = Path(paths.workspace()) / "README.md"
-    changed = paths.write_atomic(readme, fill(readme.read_text()))
-    print(f"README.md {'rewritten' if changed else 'was current'}")
+    """Rewrite the documents in the workspace."""
+    for name in DOCUMENTS:
+        path = Path(paths.workspace()) / name
+        changed = paths.write_atomic(path, fill(path.read_text()))
+        print(f"{name} {'rewritten' if changed else 'was current'}")
 
 
 if __name__ == "__main__":

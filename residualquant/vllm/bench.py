@@ -91,7 +91,8 @@ def run(path: Path, kind: str, family: str, compiled: bool) -> None:
     def keep(name: str, value) -> None:
         record = json.loads(path.read_text()) if path.exists() else {}
         record.setdefault(kind, {})[name] = value
-        record |= {"protocol": {"model": family, "options": OPTIONS, "compiled": compiled}}
+        packed = SETTINGS["packed"]["residualquant"]
+        record |= {"protocol": {"model": family, "config": packed, "options": OPTIONS, "compiled": compiled}}
         write_atomic(path, json.dumps(record | {"provenance": provenance("cuda")}, indent=1) + "\n")
         print(f"{kind}: {name} {value}", flush=True)
 
