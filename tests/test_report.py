@@ -68,7 +68,8 @@ def test_a_second_page_has_the_same_bytes(home, text):
     assert report.write_report("tiny").read_text() == text
 
 
-def test_what_is_missing_is_said_and_the_rest_is_made(home, text):
+def test_what_is_missing_is_said_and_the_rest_is_made(home, text, monkeypatch):
+    monkeypatch.setattr(traces, "KEPT_IN", "tiny")
     (home / "data" / "tiny" / traces.TRACE_FILE).rename(home / "aside")
     try:
         page = report.write_report("tiny").read_text()

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 PAPER_LAYER, PAPER_HEAD = 3, 2  # counted from 1, Figures 2 and 5
 PAPER_PROBLEM = 3  # the fourth training problem
 TRACE_FILE = "kv_trace.safetensors"
+KEPT_IN = "mini"  # the profile with which the trace is committed: nothing of a profile enters it
 
 
 @dataclass(frozen=True)
@@ -108,14 +109,15 @@ def describe_prompt(task: str, preceding: int) -> str:
 
 
 def kept_trace(profile: str) -> Trace:
-    """The trace kept in ``data/<profile>/kv_trace.safetensors``.
+    """The trace of the profile's own run, ``data/<profile>/kv_trace.safetensors``, else the one committed in ``mini``.
 
     Raises:
         ResidualQuantError: there is none, or it is damaged.
     """
     from residualquant.repro.paths import shipped_data_dir
 
-    return Trace.load(shipped_data_dir(profile, TRACE_FILE))
+    own = shipped_data_dir(profile, TRACE_FILE)
+    return Trace.load(own if own.is_file() else shipped_data_dir(KEPT_IN, TRACE_FILE))
 
 
 def figure_trace(
@@ -135,7 +137,7 @@ def figure_trace(
     does not depend on the machine.
 
     Args:
-        compute: run the model and write ``data/<profile>/kv_trace.safetensors``; otherwise read that file.
+        compute: run the model and write ``data/<profile>/kv_trace.safetensors``; otherwise :func:`kept_trace`.
 
     Raises:
         ResidualQuantError: the file is missing or damaged, or was made with other arguments (only without ``compute``).
