@@ -14,6 +14,7 @@ from residualquant.config import KVQuantConfig
 from residualquant.errors import ResidualQuantError
 from residualquant.repro import paths
 from residualquant.repro.labels import LABELS
+from residualquant.repro.markup import counted
 from residualquant.repro.profiles import Place, Plan, Profile, profile_of
 from residualquant.repro.records import Cell, Records, Writer, list_records, read_records
 
@@ -185,9 +186,9 @@ def collect_cells(profile: str | Profile) -> Iterator[str]:
             parts.setdefault(file.name, []).append(file)
     for name, files in sorted(parts.items()):
         merged = merge_records(paths.records_dir(profile.name) / name, files)
-        yield f"{name}: {merged} answers from {len(files)} parts"
+        yield f"{name}: {counted(merged, 'answer')} from {counted(len(files), 'part')}"
     for file in list_records(paths.records_dir(profile.name)):
-        yield f"{file.name}: {score_records(file)} answers scored"
+        yield f"{file.name}: {counted(score_records(file), 'answer')} scored"
 
 
 def merge_records(target: Path, parts: Iterable[Path]) -> int:

@@ -25,6 +25,7 @@ from residualquant.errors import ResidualQuantError
 from residualquant.repro import paths
 from residualquant.repro.cells import compute_cells, coverage
 from residualquant.repro.labels import LABELS
+from residualquant.repro.markup import counted
 from residualquant.repro.profiles import Profile, profile_of
 from residualquant.repro.provenance import is_committed, package_hash
 from residualquant.repro.records import Lock, Records, list_records
@@ -170,7 +171,7 @@ def make_tables(
     name = profile_of(profile).name
 
     def make(label: str) -> Path:
-        table(label, name, compute)
+        table(label, name, compute, write=True)
         return paths.data_dir(name) / f"{label}.csv"
 
     _make_each("table", labels, TABLES, make, name, log)
@@ -262,7 +263,7 @@ def _compare_file(committed: Path, ours: Path) -> str:
     both = new.merge(old, on=key, suffixes=("", "_old"))
     same = (both.correct == both.correct_old) & (both.n == both.n_old)
     near = ~same & (both.accuracy_pct_old >= both.ci_low) & (both.accuracy_pct_old <= both.ci_high)
-    text = f"{ours.name}: {len(both)} cells against the committed ones: {int(same.sum())} identical, "
+    text = f"{ours.name}: {counted(len(both), 'cell')} against the committed ones: {int(same.sum())} identical, "
     text += f"{int(near.sum())} within the 95 % interval, {int((~same & ~near).sum())} outside"
     alone = len(new) + len(old) - 2 * len(both)
-    return text + (f"; {alone} rows are in only one of the two" if alone else "")
+    return text + (f"; {counted(alone, 'row')} in only one of the two" if alone else "")

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from residualquant.errors import ResidualQuantError
+from residualquant.repro.markup import counted
 from residualquant.trace import collect
 
 if TYPE_CHECKING:
@@ -105,7 +106,7 @@ def problem_tokens(model: LoopedModel, task: str, index: int, preceding: int = 0
 def describe_prompt(task: str, preceding: int) -> str:
     """ "training problem 4 of 'words' with its solution", and what stands before it."""
     text = f"training problem {PAPER_PROBLEM + 1} of {task!r} with its solution"
-    return text + (f", after the {preceding} problems before it" if preceding else "")
+    return text + (f", after the {counted(preceding, 'problem')} before it" if preceding else "")
 
 
 def kept_trace(profile: str) -> Trace:
