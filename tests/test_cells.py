@@ -7,7 +7,7 @@ import stand_ins
 
 from residualquant.config import preset
 from residualquant.errors import ResidualQuantError
-from residualquant.repro import cells, paths, profiles
+from residualquant.repro import cells, cost, paths, profiles
 from residualquant.repro.labels import BF16, LABELS, lines
 from residualquant.repro.profiles import PROFILES, Profile
 from residualquant.repro.records import list_records, read_records
@@ -148,3 +148,39 @@ def test_a_cell_counts_once_it_has_all_answers_and_scores(home):
     more = dataclasses.replace(tiny, problems={"huginn": {"words": N + 1}}, elsewhere=None)
     with pytest.raises(ResidualQuantError, match="no cell of table8 is measured"):
         cells.read_cells(more, ["table8"])
+
+
+def test_every_step_that_computes_something_is_timed(home):
+    cells.compute_cells(TINY, progress=False)
+    file = paths.records_dir("tiny") / cost.TIMING
+    rows = cost.read_timings(file)
+    decoded = [(row["model"], row["task"]) for row in rows if row["step"] == "decode"]
+    assert decoded == [("mini-ouro-maths", "words"), ("mini-ouro-maths", "algebra"), ("mini-ouro-maths", "algebra"),
+                       ("mini-huginn", "words")]  # fmt: skip
+    assert all(float(row["seconds"]) >= 0 and row["torch"] and row["machine"] and row["date"] for row in rows)
+    assert {row["part"] for row in rows} == {""}
+    cells.compute_cells(TINY, progress=False)  # everything is there
+    assert cost.read_timings(file) == rows
+    seconds, machine = cost.model_time("tiny")
+    assert seconds == pytest.approx(sum(float(row["seconds"]) for row in rows)) and machine == rows[0]["machine"]
+
+
+def test_times_of_parts_are_collected_once(home):
+    for i in (1, 2):
+        cells.compute_cells(TINY, part=(i, 2), progress=False)
+    for _ in range(2):
+        list(cells.collect_cells(TINY))
+    rows = cost.read_timings(paths.records_dir("tiny") / cost.TIMING)
+    assert [row["part"] for row in rows] == ["1of2"] * 4 + ["2of2"] * 4
+    assert cost.model_time("tiny")[0] == pytest.approx(sum(float(row["seconds"]) for row in rows))
+
+
+def test_a_step_that_is_stopped_is_timed_and_damage_is_said(tmp_path):
+    with pytest.raises(KeyboardInterrupt), cost.timed(tmp_path / "t.csv", tmp_path, "cpu", model="m", step="decode"):
+        (tmp_path / "answers").write_text("one")
+        raise KeyboardInterrupt
+    (row,) = cost.read_timings(tmp_path / "t.csv")
+    assert row["model"] == "m" and row["cores"].isdigit()
+    (tmp_path / "t.csv").write_text("part,seconds\n1of2,-3\n")
+    with pytest.raises(ResidualQuantError, match=r"t\.csv is damaged"):
+        cost.read_timings(tmp_path / "t.csv")

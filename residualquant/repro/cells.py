@@ -13,6 +13,7 @@ from pathlib import Path
 from residualquant.config import KVQuantConfig
 from residualquant.errors import ResidualQuantError
 from residualquant.repro import paths
+from residualquant.repro.cost import TIMING, collect_timings, timed
 from residualquant.repro.labels import LABELS
 from residualquant.repro.markup import counted
 from residualquant.repro.profiles import Place, Plan, Profile, profile_of
@@ -85,6 +86,7 @@ def compute_cells(
     """Bring the records up to date: whatever answer is missing is computed, model by model and task by task.
 
     All configurations of a task are decoded together; calibrated rotations stay in ``data/runs/<profile>/rotations``.
+    What every step took is beside the records, in ``timing.csv`` (:mod:`residualquant.repro.cost`).
 
     Args:
         labels: whose cells.
@@ -118,19 +120,22 @@ def _evaluate(profile, model, place, configs, n, folder, score, progress) -> Non
     learnt = [i for i, config in enumerate(configs) if config.rotation in CALIBRATED]
     sizes, where = CalibrationSizes(**profile.calibration, seed=profile.seed), paths.rotations_dir(profile.name)
     wanted = [configs[i] for i in learnt]
-    rotations = calibrated_many(model, wanted, place[1], sizes, where, progress) if learnt else []
-    evaluate(
-        model,
-        place[1],
-        configs,
-        n,
-        folder / records_name(profile, place),
-        rotations=dict(zip(learnt, rotations)),
-        max_rows=profile.max_rows,
-        seed=profile.seed,
-        score=score,
-        progress=progress,
-    )
+    about = {"device": profile.device, "model": model.name, "task": place[1]}
+    with timed(folder / TIMING, where, step="calibrate", configs=len(wanted), **about):
+        rotations = calibrated_many(model, wanted, place[1], sizes, where, progress) if learnt else []
+    with timed(folder / TIMING, folder, step="decode", configs=len(configs), **about):
+        evaluate(
+            model,
+            place[1],
+            configs,
+            n,
+            folder / records_name(profile, place),
+            rotations=dict(zip(learnt, rotations)),
+            max_rows=profile.max_rows,
+            seed=profile.seed,
+            score=score,
+            progress=progress,
+        )
 
 
 def _by_model(profile: Profile, places: Iterable[Place]) -> dict[str, list[Place]]:
@@ -181,9 +186,11 @@ def collect_cells(profile: str | Profile) -> Iterator[str]:
 
     profile = profile_of(profile)
     parts: dict[str, list[Path]] = {}
-    for folder in sorted(paths.parts_dir(profile.name).glob("*of*")):
+    folders = sorted(paths.parts_dir(profile.name).glob("*of*"))
+    for folder in folders:
         for file in list_records(folder):
             parts.setdefault(file.name, []).append(file)
+    collect_timings(paths.records_dir(profile.name) / TIMING, [folder / TIMING for folder in folders])
     for name, files in sorted(parts.items()):
         merged = merge_records(paths.records_dir(profile.name) / name, files)
         yield f"{name}: {counted(merged, 'answer')} from {counted(len(files), 'part')}"

@@ -1,33 +1,97 @@
-"""What a profile's run cost: wall time, machine and disk, kept in ``data/<profile>/cost.json`` for README's table."""
+"""What models' work took: a row of ``timing.csv``, beside the records, for every step that computed something.
+
+Columns: part (of a run that was split, "1of4"), model, task, step ("calibrate", or "decode" with the scoring that was
+not left for later), configs, seconds (wall clock of the step's own process), machine, cores, threads, torch, python,
+commit, date. A step that found everything there has no row; one cut off by SIGKILL has none either.
+"""
 
 from __future__ import annotations
 
-import json
+import csv
+import io
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
+from residualquant.errors import ResidualQuantError
 from residualquant.repro import paths
 from residualquant.repro.provenance import provenance
 
+TIMING = "timing.csv"
+COLUMNS = (
+    "part", "model", "task", "step", "configs", "seconds", "machine", "cores", "threads", "torch", "python", "commit",
+    "date",
+)  # fmt: skip
 
-def disk_bytes(profile: str) -> int:
-    """Bytes of a profile's data and figures (hidden files, such as what an earlier run left to compare with, aside)."""
-    return sum(file.stat().st_size for file in paths.visible_outputs(profile))
+
+@contextmanager
+def timed(file: Path, made: Path, device: str, **about) -> Iterator[None]:
+    """Append a row to ``file`` for the work in the block, unless it changed nothing under the folder ``made``."""
+    before, begun = _state(made), time.monotonic()
+    try:
+        yield
+    finally:
+        if _state(made) != before:
+            row = about | {"seconds": f"{time.monotonic() - begun:.2f}"} | _where(device)
+            _write(file, [*read_timings(file), {name: str(row.get(name, "")) for name in COLUMNS}])
 
 
-def write_cost(profile: str, seconds: float, device: str) -> None:
-    """Record a run that was computed from nothing to the end without interruption."""
+def collect_timings(file: Path, parts: Iterable[Path]) -> None:
+    """Put the rows of ``parts``, files in folders named as parts are, into ``file``, instead of what it has of them."""
+    new = {part.parent.name: read_timings(part) for part in parts}
+    rows = [row for row in read_timings(file) if row["part"] not in new]
+    rows += [row | {"part": name} for name, of_part in new.items() for row in of_part]
+    if rows:
+        _write(file, rows)
+
+
+def read_timings(file: Path) -> list[dict[str, str]]:
+    """The rows of ``file``; none where it is not there.
+
+    Raises:
+        ResidualQuantError: it is damaged.
+    """
+    try:
+        rows = list(csv.DictReader(io.StringIO(Path(file).read_text())))
+        for row in rows:
+            if tuple(row) != COLUMNS or None in row.values() or not float(row["seconds"]) >= 0:
+                raise ValueError(f"the row {row} is none of a timing")
+    except FileNotFoundError:
+        return []
+    except (OSError, ValueError) as error:
+        raise ResidualQuantError(f"{paths.show(file)} is damaged: {error}") from error
+    return rows
+
+
+def model_time(profile: str) -> tuple[float, str] | None:
+    """(seconds, machines) of all steps of the profile's committed run, the processes of a split one together."""
+    rows = read_timings(paths.shipped_records_dir(profile) / TIMING)
+    if not rows:
+        return None
+    return sum(float(row["seconds"]) for row in rows), ", ".join(dict.fromkeys(row["machine"] for row in rows))
+
+
+def machine_of(made: dict) -> str:
+    """ "NVIDIA H200", or "2 cores of …" without a GPU, from a record's provenance."""
+    return made.get("gpu") or f"{made['cores']} cores of {made['cpu']}"
+
+
+def _where(device: str) -> dict:
     made = provenance(device)
-    cost = {
-        "seconds": round(seconds, 1),
-        "bytes": disk_bytes(profile),
-        "machine": made.get("gpu") or f"{made['cores']} cores of {made['cpu']}",
-        "date": made["date"],
-        "commit": made["commit"],
-        "torch": made["packages"]["torch"],
-    }
-    paths.write_atomic(paths.data_dir(profile) / "cost.json", json.dumps(cost, indent=1) + "\n")
+    kept = {name: made[name] for name in ("cores", "threads", "python", "commit", "date")}
+    return kept | {"machine": machine_of(made), "torch": made["packages"]["torch"]}
 
 
-def read_cost(profile: str) -> dict | None:
-    """What ``write_cost`` recorded, or None where no complete run is committed."""
-    file = paths.shipped_data_dir(profile) / "cost.json"
-    return json.loads(file.read_text()) if file.is_file() else None
+def _state(folder: Path) -> list[tuple[str, int, int]]:
+    """Name, size and time of every file under ``folder``, hidden ones left out."""
+    files = (f for f in sorted(Path(folder).rglob("*")) if f.is_file() and not f.name.startswith("."))
+    return [(str(f), (stat := f.stat()).st_size, stat.st_mtime_ns) for f in files]
+
+
+def _write(file: Path, rows: Iterable[dict[str, str]]) -> None:
+    text = io.StringIO()
+    writer = csv.DictWriter(text, COLUMNS, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    paths.write_atomic(file, text.getvalue())

@@ -16,7 +16,6 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-import time
 from collections.abc import Callable, Iterable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -87,7 +86,6 @@ def reproduce(profile: str | Profile = "mini", fresh: bool = False, log: Log = p
     Raises:
         ResidualQuantError: the profile cannot run here, another run is at it, a notebook failed, the disk is full.
     """
-    from residualquant.repro.cost import write_cost
     from residualquant.repro.notebooks import run_notebooks
     from residualquant.repro.report import write_report
 
@@ -99,7 +97,6 @@ def reproduce(profile: str | Profile = "mini", fresh: bool = False, log: Log = p
             return
         profile.check()
         anew = fresh or marker["state"] in ("never", "starting")
-        begun = time.monotonic()
         if anew:
             started = _start_over(profile.name)
             log(f"{profile.name}: computing everything anew ({profile.cost})")
@@ -110,8 +107,6 @@ def reproduce(profile: str | Profile = "mini", fresh: bool = False, log: Log = p
         compute_cells(profile)
         run_notebooks(profile.name, compute=True)
         log(f"report: {paths.show(write_report(profile.name))}")
-        if anew:
-            write_cost(profile.name, time.monotonic() - begun, profile.device)
         for line in compare_with_committed(profile.name):
             log(line)
         _write_marker(
