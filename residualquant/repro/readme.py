@@ -103,25 +103,61 @@ def _against_bf16(accuracy: pd.Series) -> list[str]:
 
 
 def profiles_block() -> str:
-    """What each profile computes, with the time and disk of the committed run (a local one does not count)."""
+    """What each profile computes, and what the models of its committed run took (a local one does not count)."""
     import pandas as pd
 
-    from residualquant.repro.cost import read_cost
+    from residualquant.bench.runs import recorded
+    from residualquant.repro.cost import machine_of, model_time
     from residualquant.repro.layouts import markdown
 
     rows = []
     for profile in PROFILES.values():
-        cost = read_cost(profile.name) if profile.name in COMMITTED else None
+        whole = recorded(profile.name)
+        models = model_time(profile.name) if profile.name in COMMITTED else None
+        seconds, machine = models or (None, machine_of(whole["provenance"]) if whole else "–")
         rows.append(
             {
                 "Profile": f"`{profile.name}`",
                 "Problems per cell, and cells": profile.describe(),
-                "Time": f"{cost['seconds'] / 60:.1f} min" if cost else profile.cost,
-                "Measured on": cost["machine"] if cost else "–",
-                "Disk": f"{cost['bytes'] / 2**20:.1f} MiB" if cost else "–",
+                "Time": _duration(whole["seconds"]) if whole else profile.cost,
+                "Model time": _duration(seconds),
+                "Measured on": machine,
             }
         )
     return markdown(pd.DataFrame(rows))
+
+
+def runs_block() -> str:
+    """What the package's commands take, from ``data/bench/*.json``."""
+    import pandas as pd
+
+    from residualquant.bench.runs import COMMANDS, recorded
+    from residualquant.repro.cost import machine_of
+    from residualquant.repro.layouts import markdown
+
+    measured = [took for name in COMMANDS if (took := recorded(name))]
+    rows = [
+        {
+            "Command": f"`{took['command']}`",
+            "Time": _duration(took["seconds"]),
+            "CPU time": _duration(took["cpu_seconds"]),
+            "Peak memory": _size(took["peak_mib"]),
+            "Disk": _size(took["disk_mib"]),
+            "Measured on": machine_of(took["provenance"]),
+        }
+        for took in measured
+    ]
+    return markdown(pd.DataFrame(rows))
+
+
+def _duration(seconds: float | None) -> str:
+    if seconds is None:
+        return "–"
+    return f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.1f} min"
+
+
+def _size(mib: float | None) -> str:
+    return "–" if mib is None else f"{mib:,.1f} MiB"
 
 
 def kernels_block() -> str:
@@ -198,6 +234,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "claims": claims_block,
     "gap": gap_block,
     "profiles": profiles_block,
+    "runs": runs_block,
     "kernels": kernels_block,
     "serving": serving_block,
 }
