@@ -12,7 +12,7 @@ from test_plots import keep_analyses
 
 from residualquant.config import preset
 from residualquant.errors import ResidualQuantError
-from residualquant.repro import cells, layouts, markup, paper, paths, profiles, records, stats, tables, verdicts
+from residualquant.repro import cells, layouts, markup, paper, paths, profiles, readme, records, stats, tables, verdicts
 from residualquant.repro.labels import BF16, LABELS, direct_of
 from residualquant.repro.profiles import PROFILES, Profile, profile_of
 
@@ -190,6 +190,18 @@ def test_the_last_loop_is_judged_in_every_column_of_table3(home):
     assert "INT2 g=16 last ls + optr_h against INT2 g=16 next ls + optr_h not worse" in judged
 
 
+def test_conclusions_are_read_from_the_tables(home):
+    said = readme._conclusions(TINY)
+    whole = verdicts.whole_claims(verdicts.claims(TINY)).query("family == 'all'")
+    mean = tables.table("table2_mean", TINY).query("model == 'ouro' and config == 'BF16'").accuracy_pct.iloc[0]
+    assert said.startswith("**Ouro-shaped") and f"BF16 cache {mean:.1f} %" in said and "**Huginn-shaped" in said
+    listed = said.rpartition(":** ")[2]
+    for verdict, part in whole.groupby("verdict"):
+        assert re.search(rf"(^|; ){verdict}: {', '.join(part.claim)}[;.]", listed)
+    partly = readme._conclusions(PARTLY)
+    assert "-shaped" not in partly and "not measured: 1, 2" in partly
+
+
 def verdict_of(*rows, most=False):
     claim = verdicts.Claim("1", "text", (None,) * len(rows), most)
     judged = verdicts._decide([{"p": p, "n": 9, "_says": says, "_opposite": opposite} for p, says, opposite in rows])
@@ -236,7 +248,7 @@ def test_the_papers_own_model_is_judged_by_value():
 
 
 def test_summaries_have_the_papers_layout(home):
-    shapes = {"table2": (17, 10), "figure1_left": (6, 3), "table3": (9, 5), "table4": (5, 5), "table5": (8, 5),
+    shapes = {"table2": (17, 11), "figure1_left": (6, 3), "table3": (9, 5), "table4": (5, 5), "table5": (8, 5),
               "table8": (7, 4), "table9": (17, 10)}  # fmt: skip
     for label in LABELS:
         summary = layouts.summary(label, tables.table(label, TINY))
@@ -244,6 +256,8 @@ def test_summaries_have_the_papers_layout(home):
         filled = summary.iloc[:, len(layouts.LAYOUTS[label][0]) :].to_numpy().ravel()
         assert all(re.fullmatch(r"|\d+\.\d \(\d+\.\d\)", cell) for cell in filled)
         assert sum(bool(cell) for cell in filled) == len(tables.table(label, TINY))
+    bits = layouts.summary("table2", tables.table("table2", TINY), tables.table("table2_mean", TINY))["Effective bits"]
+    assert bits[0] == "16" and bits[4] == "2.594 / 2.625" and bits[1] == "2.5" and len(bits) == 17
     with pytest.raises(ValueError, match="no layout for 'table1'"):
         layouts.summary("table1", pd.DataFrame())
 
