@@ -7,6 +7,7 @@ Heavy imports happen inside the commands, so that ``--help`` answers at once.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import re
 import sys
@@ -409,17 +410,20 @@ def cells(
     models: Annotated[tuple[str, ...], tyro.conf.arg(help="Only these models, such as mini-ouro-maths.")] = (),
     tasks: Annotated[tuple[str, ...], tyro.conf.arg(help="Only these tasks, such as algebra.")] = (),
     part: str | None = None,
+    memory_gib: float | None = None,
     score: bool = True,
 ) -> None:
     """Calibrate rotations and decode the missing answers of a profile: what reproduce begins with, split as wanted.
 
-    Example, as one of eight processes: residualquant cells --profile full --part 3/8 --no-score
+    Examples: residualquant cells --profile full --part 3/8 --no-score, as one of eight processes; or, for one of
+    several on a GPU, --models mini-huginn --part 1/1 --memory-gib 80 --no-score.
 
     Args:
         profile: What to compute.
         models: Only these models.
         tasks: Only these tasks.
         part: i/k: only every k-th configuration from the i-th on, into records of its own; collect joins them.
+        memory_gib: Most GPU memory for caches, where several processes share one; 70 % of what is free when not given.
         score: Score the answers here; otherwise collect does.
     """
     from residualquant.repro.cells import compute_cells
@@ -427,7 +431,10 @@ def cells(
     index = tuple(map(int, part.split("/"))) if part and re.fullmatch(r"\d+/\d+", part) else None
     if part is not None and not index:
         raise ValueError(f"part must be i/k, such as 1/4, got {part!r}")
-    compute_cells(profile, models=models, tasks=tasks, part=index, score=score)
+    if memory_gib is not None and not 0 < memory_gib < math.inf:
+        raise ValueError(f"memory_gib must be above 0, got {memory_gib}")
+    memory = None if memory_gib is None else max(1, int(memory_gib * 2**30))
+    compute_cells(profile, models=models, tasks=tasks, part=index, memory_bytes=memory, score=score)
 
 
 def collect(profile: Profile = "mini") -> None:

@@ -144,7 +144,7 @@ def decoder_for(task, n, log=None, delay=0.0):
     return iter_decode
 
 
-def calibrated_many(model, configs, task, sizes, folder, progress=True):
+def calibrated_many(model, configs, task, sizes, folder, progress=True, memory_bytes=None):
     """Hadamard matrices in the place of calibrated ones."""
     shape = model.kv_shape
     rotation = Rotation(hadamard_matrix(shape.head_dim).expand(shape.kv_heads, -1, -1))

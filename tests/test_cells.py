@@ -2,12 +2,13 @@
 
 import dataclasses
 
+import pandas as pd
 import pytest
 import stand_ins
 
 from residualquant.config import preset
 from residualquant.errors import ResidualQuantError
-from residualquant.repro import cells, paths, profiles
+from residualquant.repro import cells, cost, paths, profiles
 from residualquant.repro.labels import BF16, LABELS, lines
 from residualquant.repro.profiles import PROFILES, Profile
 from residualquant.repro.records import list_records, read_records
@@ -93,8 +94,9 @@ def test_parts_scored_later_give_what_one_run_gives(home, monkeypatch):
     calibrated = []
     monkeypatch.setattr(
         "residualquant.rotation.calibration.calibrated_many",
-        lambda model, configs, *rest: calibrated.append((model.name, *configs))
-        or stand_ins.calibrated_many(model, configs, *rest),
+        lambda model, configs, *rest: (
+            calibrated.append((model.name, *configs)) or stand_ins.calibrated_many(model, configs, *rest)
+        ),
     )
     cells.compute_cells(TINY, progress=False)
     whole = answers(paths.records_dir("tiny"))
@@ -148,3 +150,32 @@ def test_a_cell_counts_once_it_has_all_answers_and_scores(home):
     more = dataclasses.replace(tiny, problems={"huginn": {"words": N + 1}}, elsewhere=None)
     with pytest.raises(ResidualQuantError, match="no cell of table8 is measured"):
         cells.read_cells(more, ["table8"])
+
+
+def test_what_the_models_took_is_kept_step_by_step_and_joined(home, monkeypatch):
+    monkeypatch.setattr(cost, "SHORT", 0.0)
+    for i in (1, 2):
+        cells.compute_cells(TINY, ["table8"], part=(i, 2), score=False, progress=False, memory_bytes=2**28)
+    assert cost.model_seconds("tiny") is None
+    list(cells.collect_cells(TINY))
+    steps = pd.read_csv(paths.records_dir("tiny") / "timing.csv")
+    assert set(steps.step) == {"calibrate", "decode"} and set(steps.model) == {"mini-huginn"}
+    assert steps[steps.step == "decode"].configs.sum() == len(TINY.cells_of(["table8"])["huginn", "words"])
+    wall, cpu = cost.model_seconds("tiny")
+    assert 0 < wall <= steps.seconds.sum() + 1e-6 and cpu == pytest.approx(steps.cpu_seconds.sum())
+    (paths.records_dir("tiny") / "timing.csv").write_text("begun,seconds\nyesterday,long\n")
+    with pytest.raises(ResidualQuantError, match=r"timing\.csv is damaged"):
+        cost.model_seconds("tiny")
+
+
+def test_steps_side_by_side_count_once_and_short_ones_not_at_all(home):
+    rows = [
+        {"step": name, "begun": f"2026-01-01T00:00:{s:02}+00:00", "seconds": 20.0, "cpu_seconds": 9.0}
+        for name, s in (("a", 0), ("b", 5))
+    ]
+    for row in rows:
+        cost._append(paths.records_dir("tiny") / "timing.csv", row)
+    assert cost.model_seconds("tiny") == (25.0, 18.0)
+    with cost.timed(home / "elsewhere", "cpu", step="c"):
+        pass
+    assert not (home / "elsewhere").exists()

@@ -88,6 +88,7 @@ def evaluate(
     rotations: Mapping[int, RotationMap] | None = None,
     max_new_tokens: int | None = None,
     max_rows: int | None = None,
+    memory_bytes: int | None = None,
     seed: int = 0,
     score: bool = True,
     progress: bool = True,
@@ -103,7 +104,8 @@ def evaluate(
         rotations: for each configuration (by index) whose rotation is calibrated:
             ``{(group, layer, "k" or "v"): Rotation}``.
         max_new_tokens: the task's own limit when None.
-        max_rows: most sequences decoded at once; the engine's own default when None.
+        max_rows, memory_bytes: most sequences decoded at once, and most memory for their caches; the engine's own
+            defaults when None.
         score: False leaves new answers unscored, for a machine without scorers; see :func:`score_records`.
         engine: "torch", or "vllm" for the paged cache of the serving plugin; their answers are different cells.
 
@@ -122,8 +124,8 @@ def evaluate(
     chosen = problems(task, n, family=model.family)
     limit = frozen(task, model.family).max_new_tokens if max_new_tokens is None else max_new_tokens
     prompts = {p.problem_id: model.tokenizer.encode(p.prompt).ids for p in chosen}
-    check_request(model, list(prompts.values()), configs, limit, max_rows)
-    iter_decode, particular = _decoder(engine, model, configs)
+    check_request(model, list(prompts.values()), configs, limit, max_rows, memory_bytes)
+    iter_decode, particular = _decoder(engine, model, configs, memory_bytes)
     made = provenance(model.device.type)
     with Writer(Path(records)) as writer:
         identities = [
@@ -132,14 +134,18 @@ def evaluate(
         ]
         cells = [writer.start(identity, made) for identity in identities]
         _say_what_is_there(writer, cells, progress)
-        options = {"max_new_tokens": limit, "eos_ids": model.stop_ids, "max_rows": max_rows, "progress": progress}
+        options = {"max_new_tokens": limit, "eos_ids": model.stop_ids, "progress": progress}
+        limits = {"max_rows": max_rows, "memory_bytes": memory_bytes}
+        options |= {name: limit for name, limit in limits.items() if limit is not None}
         decoded = _decode_missing(iter_decode, model, chosen, prompts, configs, rotations, cells, writer, options)
         _take(decoded, score, task, {p.problem_id: p for p in chosen}, cells, writer)
         writer.finish(_superseded(writer, cells))
     return cells
 
 
-def _decoder(engine: str, model: LoopedModel, configs: Sequence[KVQuantConfig]) -> tuple[Decoder, dict]:
+def _decoder(
+    engine: str, model: LoopedModel, configs: Sequence[KVQuantConfig], memory_bytes: int | None
+) -> tuple[Decoder, dict]:
     """What decodes, and what is particular to it in a record's key: nothing for the torch engine."""
     from residualquant import engine as torch_engine
 
@@ -147,6 +153,8 @@ def _decoder(engine: str, model: LoopedModel, configs: Sequence[KVQuantConfig]) 
         return torch_engine.iter_decode, {}
     if engine != "vllm":
         raise ValueError(f"unknown engine {engine!r}; known: torch, vllm")
+    if memory_bytes is not None:
+        raise ValueError(f"memory_bytes is for engine 'torch', got {memory_bytes} with 'vllm'")
     from residualquant.vllm import decode
 
     decode.check(model, configs)

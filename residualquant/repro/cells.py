@@ -54,7 +54,7 @@ def _complete(records: Records, profile: Profile, place: Place, config: KVQuantC
 
 
 def coverage(profile: str | Profile, labels: Iterable[str] = LABELS) -> str:
-    """"30 of 73 cells measured; …" where the records lack cells of ``labels``, else nothing.
+    """ "30 of 73 cells measured; …" where the records lack cells of ``labels``, else nothing.
 
     Raises:
         ResidualQuantError: as for :func:`read_cells`.
@@ -78,6 +78,7 @@ def compute_cells(
     models: Iterable[str] = (),
     tasks: Iterable[str] = (),
     part: tuple[int, int] | None = None,
+    memory_bytes: int | None = None,
     score: bool = True,
     progress: bool = True,
 ) -> None:
@@ -89,6 +90,8 @@ def compute_cells(
         labels: whose cells.
         models, tasks: only these; all when empty.
         part: (i, k): only the i-th of k parts, from 1, into records of its own (see :func:`collect_cells`).
+        memory_bytes: most memory for caches and captured states, for a device shared with others; the engine's and the
+            calibration's own defaults when None.
         score: False leaves the answers unscored.
 
     Raises:
@@ -107,29 +110,37 @@ def compute_cells(
             for n in sorted(set(plan[place].values()), reverse=True):
                 configs = [c for c, count in plan[place].items() if count == n and c in mine[name]]
                 if configs:
-                    _evaluate(profile, model, place, configs, n, folder, score, progress)
+                    _evaluate(profile, model, place, configs, n, folder, memory_bytes, score, progress)
 
 
-def _evaluate(profile, model, place, configs, n, folder, score, progress) -> None:
+def _evaluate(profile, model, place, configs, n, folder, memory_bytes, score, progress) -> None:
     from residualquant.evals.run import evaluate
+    from residualquant.repro.cost import timed
     from residualquant.rotation.calibration import CALIBRATED, CalibrationSizes, calibrated_many
 
     learnt = [i for i, config in enumerate(configs) if config.rotation in CALIBRATED]
     sizes, where = CalibrationSizes(**profile.calibration, seed=profile.seed), paths.rotations_dir(profile.name)
     wanted = [configs[i] for i in learnt]
-    rotations = calibrated_many(model, wanted, place[1], sizes, where, progress) if learnt else []
-    evaluate(
-        model,
-        place[1],
-        configs,
-        n,
-        folder / records_name(profile, place),
-        rotations=dict(zip(learnt, rotations)),
-        max_rows=profile.max_rows,
-        seed=profile.seed,
-        score=score,
-        progress=progress,
-    )
+    what = {"model": model.name, "task": place[1], "n": n}
+    share = memory_bytes and memory_bytes / 2  # half for captured states and as much again for fitting
+    rotations = []
+    if learnt:
+        with timed(folder, profile.device, step="calibrate", configs=len(learnt), **what):
+            rotations = calibrated_many(model, wanted, place[1], sizes, where, progress, share)
+    with timed(folder, profile.device, step="decode", configs=len(configs), **what):
+        evaluate(
+            model,
+            place[1],
+            configs,
+            n,
+            folder / records_name(profile, place),
+            rotations=dict(zip(learnt, rotations)),
+            max_rows=profile.max_rows,
+            memory_bytes=memory_bytes,
+            seed=profile.seed,
+            score=score,
+            progress=progress,
+        )
 
 
 def _by_model(profile: Profile, places: Iterable[Place]) -> dict[str, list[Place]]:
@@ -177,12 +188,15 @@ def collect_cells(profile: str | Profile) -> Iterator[str]:
         ResidualQuantError: a part is damaged, or the scorers are not those that the records name.
     """
     from residualquant.evals.run import score_records
+    from residualquant.repro.cost import join_timings
 
     profile = profile_of(profile)
     parts: dict[str, list[Path]] = {}
-    for folder in sorted(paths.parts_dir(profile.name).glob("*of*")):
+    folders = sorted(paths.parts_dir(profile.name).glob("*of*"))
+    for folder in folders:
         for file in list_records(folder):
             parts.setdefault(file.name, []).append(file)
+    join_timings(folders, paths.records_dir(profile.name))
     for name, files in sorted(parts.items()):
         merged = merge_records(paths.records_dir(profile.name) / name, files)
         yield f"{name}: {merged} answers from {len(files)} parts"

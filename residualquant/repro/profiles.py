@@ -176,7 +176,7 @@ PROFILES = {
             "full",
             {"ouro": _sizes(800, 400), "huginn": _sizes(400, 400)},
             device="cuda",
-            cost="twenty to twenty-five minutes on one H200, four processes at once",
+            cost="some fifteen minutes on one H200, a process per checkpoint",
         ),
         Profile(
             "paper",

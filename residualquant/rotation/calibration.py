@@ -105,6 +105,7 @@ def calibrated_many(
     sizes: CalibrationSizes = PAPER_SIZES,
     folder: str | Path | None = None,
     progress: bool = True,
+    memory_bytes: float | None = None,
 ) -> list[RotationMap]:
     """The rotations of every configuration: those kept under ``folder``, and the others calibrated and kept there.
 
@@ -118,6 +119,7 @@ def calibrated_many(
         sizes: how many of them, and how long to fit.
         folder: where the artefacts are kept; ``data/runs/rotations`` when None.
         progress: show a bar, and one line per configuration with its losses before (Hadamard) and after.
+        memory_bytes: as for :func:`calibrate`.
 
     Returns:
         ``{(group, layer, "k" or "v"): Rotation}`` of each configuration, on the model's device, as the engine takes it.
@@ -128,7 +130,7 @@ def calibrated_many(
     """
     given = _calibration_of(model, task, sizes)
     folders = [_folder(model, cfg, given, folder) for cfg in configs]
-    found = calibrate(model, dict(zip(folders, configs)), progress=progress, **given)
+    found = calibrate(model, dict(zip(folders, configs)), progress=progress, memory_bytes=memory_bytes, **given)
     return [found[name] for name in folders]
 
 

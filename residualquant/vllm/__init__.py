@@ -9,7 +9,7 @@
 | attention.py | the looped attention layer: staging of a step, one custom op |
 | layers.py | which of these a layer of a model gets, or vLLM's own attention |
 | backend.py | what vLLM asks about it: page size, prefix commit, one step's metadata |
-| ouro.py, huginn.py | the models over vLLM's layers |
+| ouro.py, huginn.py, causal_lm.py | the models over vLLM's layers, and what they share |
 | hf_config.py | configuration classes, so that no checkpoint's code is run |
 | startup.py | self-check and log lines at start |
 | metrics.py | Prometheus metrics of the packed cache |

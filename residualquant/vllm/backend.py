@@ -13,7 +13,7 @@ from vllm.v1.attention.backend import (
     CommonAttentionMetadata,
     MultipleOf,
 )
-from vllm.v1.attention.backends.utils import split_decodes_and_prefills
+from vllm.v1.attention.backends.utils import split_decodes_prefills_and_extends
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 from vllm.v1.kv_cache_interface import FullAttentionSpec
@@ -85,13 +85,15 @@ class LoopedMetadataBuilder(AttentionMetadataBuilder[LoopedMetadata]):
 
     def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> LoopedMetadata:
         common = common_attn_metadata
+        decodes, _, beginnings = split_decodes_prefills_and_extends(common)[:3]
         return LoopedMetadata(
             query_start=common.query_start_loc,
             query_start_cpu=common.query_start_loc_cpu,
             seq_lens=common.seq_lens,
             block_table=common.block_table_tensor,
             slots=common.slot_mapping[: common.num_actual_tokens],
-            decodes=split_decodes_and_prefills(common, decode_threshold=1)[0],
+            decodes=decodes,
+            beginnings=beginnings,
             tokens=common.num_actual_tokens,
         )
 

@@ -1,4 +1,4 @@
-"""FlashAttention 3 as vLLM brings it: the BF16 baseline of the kernels' benchmark."""
+"""FlashAttention as vLLM brings it: for prompts that have no packed past, and the kernels' BF16 baseline."""
 
 from __future__ import annotations
 
@@ -6,6 +6,30 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
+
+
+def prompt_attention(head_dim: int) -> Callable[[Tensor, Tensor, Tensor, Tensor, int], Tensor] | None:
+    """Causal attention of whole prompts, by the version that vLLM's own models get; None where vLLM has none.
+
+    Returns:
+        a function of q [T, Hq, D], k and v [T, H, D], all bf16, ``starts`` int32 [B + 1], where each prompt begins, and
+        the length of the longest, that gives [T, Hq, D].
+    """
+    from vllm.v1.attention.backends.fa_utils import get_flash_attn_version, is_flash_attn_varlen_func_available
+
+    if not is_flash_attn_varlen_func_available():
+        return None
+    from vllm.v1.attention.backends.fa_utils import flash_attn_varlen_func
+
+    version = get_flash_attn_version(head_size=head_dim)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, longest: int) -> Tensor:
+        return flash_attn_varlen_func(
+            q, k, v, max_seqlen_q=longest, cu_seqlens_q=starts, max_seqlen_k=longest, cu_seqlens_k=starts, causal=True,
+            num_splits=1, fa_version=version,
+        )  # fmt: skip
+
+    return attend
 
 
 def flash_attention_ways(heads: int, head_dim: int, context: int, batch: int) -> dict[str, Callable]:

@@ -21,13 +21,13 @@ from vllm.model_executor.layers.linear import (
     ReplicatedLinear,
     RowParallelLinear,
 )
-from vllm.model_executor.layers.logits_processor import LogitsProcessor
-from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.model_executor.models.utils import AutoWeightsLoader, maybe_prefix
 from vllm.model_executor.utils import set_weight_attrs
 from vllm.sequence import IntermediateTensors
 
 from residualquant.models.huginn import Huginn, HuginnConfig, apply_rotary, rotary_tables, truncated_normal
+from residualquant.vllm.causal_lm import LoopedLM
 from residualquant.vllm.layers import AttentionLayers
 
 Rotary = tuple[Tensor, Tensor]
@@ -159,7 +159,7 @@ class HuginnTrunk(nn.Module):
         return self.ln_f(state)
 
 
-class RavenForCausalLM(nn.Module):
+class RavenForCausalLM(LoopedLM):
     """Huginn as vLLM runs it. Weights load by the names of the published checkpoint."""
 
     packed_modules_mapping = {"Wqkv": ["Wqkv"], "fc": ["fc"]}  # noqa: RUF012 (vLLM's name and form)
@@ -167,27 +167,15 @@ class RavenForCausalLM(nn.Module):
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = ""):
         super().__init__()
         self.transformer = HuginnTrunk(vllm_config=vllm_config, prefix=maybe_prefix(prefix, "transformer"))
-        config = self.transformer.config
-        self.lm_head = ParallelLMHead(
-            config.vocab_size, config.n_embd,
-            quant_config=vllm_config.quant_config, prefix=maybe_prefix(prefix, "lm_head"),
-        ).tie_weights(self.transformer.wte)  # fmt: skip
-        self.logits_processor = LogitsProcessor(config.vocab_size)
+        self.make_head(vllm_config, prefix, self.transformer.config.n_embd, tied=True)
 
-    def embed_input_ids(self, input_ids: Tensor) -> Tensor:
-        return self.transformer.wte(input_ids)
+    @property
+    def trunk(self) -> HuginnTrunk:
+        return self.transformer
 
-    def forward(
-        self,
-        input_ids: Tensor | None,
-        positions: Tensor,
-        intermediate_tensors: IntermediateTensors | None = None,
-        inputs_embeds: Tensor | None = None,
-    ) -> Tensor:
-        return self.transformer(input_ids, positions, intermediate_tensors, inputs_embeds)
-
-    def compute_logits(self, hidden_states: Tensor) -> Tensor | None:
-        return self.logits_processor(self.lm_head, hidden_states)
+    @property
+    def embedding(self) -> VocabParallelEmbedding:
+        return self.transformer.wte
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
         loader = AutoWeightsLoader(self, skip_prefixes=["lm_head.", "freqs_cis"])  # tied, and computed

@@ -14,12 +14,12 @@ from vllm.config import VllmConfig
 from vllm.model_executor.layers.activation import SiluAndMul
 from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
-from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.model_executor.layers.rotary_embedding import get_rope
-from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.model_executor.models.utils import AutoWeightsLoader, WeightsMapper, maybe_prefix
 from vllm.sequence import IntermediateTensors
 
+from residualquant.vllm.causal_lm import LoopedLM
 from residualquant.vllm.layers import AttentionLayers
 
 
@@ -128,7 +128,7 @@ class OuroTrunk(nn.Module):
         return h
 
 
-class OuroForCausalLM(nn.Module):
+class OuroForCausalLM(LoopedLM):
     """Ouro as vLLM runs it. Weights load by the names of the published checkpoints."""
 
     hf_to_vllm_mapper = WeightsMapper(
@@ -149,28 +149,15 @@ class OuroForCausalLM(nn.Module):
         super().__init__()
         config = vllm_config.model_config.hf_config
         self.model = OuroTrunk(vllm_config=vllm_config, prefix=maybe_prefix(prefix, "model"))
-        self.lm_head = ParallelLMHead(
-            config.vocab_size, config.hidden_size,
-            quant_config=vllm_config.quant_config, prefix=maybe_prefix(prefix, "lm_head"),
-        )  # fmt: skip
-        if config.tie_word_embeddings:
-            self.lm_head = self.lm_head.tie_weights(self.model.embed_tokens)
-        self.logits_processor = LogitsProcessor(config.vocab_size)
+        self.make_head(vllm_config, prefix, config.hidden_size, tied=config.tie_word_embeddings)
 
-    def embed_input_ids(self, input_ids: Tensor) -> Tensor:
-        return self.model.embed_tokens(input_ids)
+    @property
+    def trunk(self) -> OuroTrunk:
+        return self.model
 
-    def forward(
-        self,
-        input_ids: Tensor | None,
-        positions: Tensor,
-        intermediate_tensors: IntermediateTensors | None = None,
-        inputs_embeds: Tensor | None = None,
-    ) -> Tensor:
-        return self.model(input_ids, positions, intermediate_tensors, inputs_embeds)
-
-    def compute_logits(self, hidden_states: Tensor) -> Tensor | None:
-        return self.logits_processor(self.lm_head, hidden_states)
+    @property
+    def embedding(self) -> VocabParallelEmbedding:
+        return self.model.embed_tokens
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
         loader = AutoWeightsLoader(self, skip_prefixes=["model.early_exit_gate."])

@@ -26,7 +26,8 @@ from residualquant.vllm.metrics import sanitised
 
 @dataclass(frozen=True)
 class StepBatch:
-    """The requests of one step: first those with a single token, ``decodes`` of them, then longer pieces of prompts.
+    """The requests of one step: first those with a single token, ``decodes`` of them, then longer pieces of prompts,
+    of which the last ``beginnings`` are the first of their prompts.
 
     Attributes:
         query_start: int32 [R + 1], first token of each request within the step.
@@ -35,6 +36,7 @@ class StepBatch:
         block_table: int32 [R, blocks], its pages in order.
         slots: int [T], where each token of the step goes: token ``slot mod S`` of page ``slot // S``; -1: nowhere.
         decodes: requests with one token.
+        beginnings: requests at the end that have no past.
     """
 
     query_start: Tensor
@@ -43,11 +45,18 @@ class StepBatch:
     block_table: Tensor
     slots: Tensor
     decodes: int
+    beginnings: int = 0
 
     @cached_property
     def decode_pasts(self) -> Tensor:
         """int32 [decodes], tokens before this step of the requests with one token."""
         return (self.seq_lens[: self.decodes] - 1).clamp_(min=0)
+
+    @cached_property
+    def beginning_starts(self) -> Tensor:
+        """int32 [beginnings + 1], first token of each request that has no past, counted from the first of them."""
+        starts = self.query_start[len(self.seq_lens) - self.beginnings :]
+        return starts - starts[0]
 
     @cached_property
     def longest(self) -> int:

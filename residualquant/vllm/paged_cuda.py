@@ -1,7 +1,8 @@
 """Packed pages by the GPU kernels of :mod:`residualquant.kernels`: one writer launch a step, nothing that waits.
 
 Requests with one token go to decode attention, whose scratch is made once, so steps of such requests can be captured
-into CUDA graphs; pieces of prompts go to chunked prefill. Queries are read as BF16 and rotations as FP16.
+into CUDA graphs. The beginnings of prompts, which have no packed past, go to the attention of vLLM's own models, later
+pieces to chunked prefill. Queries are read as BF16 and rotations as FP16.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from residualquant.kernels.prefill_attention import prefill_attention
 from residualquant.kernels.stage_kv import stage_kv
 from residualquant.layout import PageLayout
 from residualquant.rotation import Rotation
+from residualquant.vllm.flash_attention import prompt_attention
 from residualquant.vllm.metrics import sanitised
 from residualquant.vllm.paged import PackedPages, StepBatch
 
@@ -68,7 +70,7 @@ class KernelPages(PackedPages):
 
     def __init__(self, layout: PageLayout, rotations: LayerRotations, layer: int, scratch: Scratch):
         super().__init__(layout, rotations, layer)
-        self._scratch = scratch
+        self._scratch, self._prompt_attention = scratch, prompt_attention(layout.head_dim)
         groups = range(layout.groups)
         self._rotations = {(group, kind): self._as_read(group, kind) for group in groups for kind in "kv"}
 
@@ -107,9 +109,16 @@ class KernelPages(PackedPages):
             past = Past(pages, self.layout, batch.block_table[:decodes], batch.decode_pasts, *operands, group)
             own = (x[:decodes] for x in (q, k, v))
             decode_attention(*own, past, inner, self._scratch.of(decodes), out=out[:decodes])
-        if decodes < len(batch.seq_lens):
+        requests = len(batch.seq_lens)
+        continued = slice(decodes, requests if self._prompt_attention is None else requests - batch.beginnings)
+        if continued.start < continued.stop:
             prefill_attention(
-                out, q, k, v, pages, self.layout, inner, batch.block_table[decodes:], batch.query_start[decodes:],
-                batch.seq_lens[decodes:], batch.longest, self.layout.head_dim**-0.5, *operands, group=group,
+                out, q, k, v, pages, self.layout, inner, batch.block_table[continued],
+                batch.query_start[decodes : continued.stop + 1], batch.seq_lens[continued], batch.longest,
+                self.layout.head_dim**-0.5, *operands, group=group,
             )  # fmt: skip
+        if continued.stop < requests:
+            first = int(batch.query_start_cpu[continued.stop])
+            own = (x[first:] for x in (q, k, v))
+            out[first:] = self._prompt_attention(*own, batch.beginning_starts, batch.longest)
         return out

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 TOLERANCE = 2e-2  # of attention outputs of order 1; kernels multiply in BF16
-PIECES = (21, 1, 1)  # tokens of a prompt, then of decode steps
+PIECES = (21, 5, 1, 1)  # tokens of a prompt in two pieces, then of decode steps
 
 logger = init_logger("vllm.residualquant")  # vLLM shows what is logged under its own name
 
@@ -51,7 +51,7 @@ def on_one_thread(check: Callable[..., T]) -> Callable[..., T]:
 def check_paged(
     paged: PackedPages, groups: int, kv_heads: int, device: torch.device, dtype: torch.dtype = torch.float32
 ) -> float:
-    """Run a prompt and two decode steps of two requests through scattered pages and through the reference cache.
+    """Run a prompt in two pieces and two decode steps of two requests through scattered pages and the reference cache.
 
     Args:
         groups: query heads per KV head.
@@ -106,6 +106,7 @@ def _trial_batch(done: int, size: int, page_tokens: int, device: torch.device) -
         block_table=table,
         slots=(table[:, columns // page_tokens] * page_tokens + columns % page_tokens).flatten(),
         decodes=2 if size == 1 else 0,
+        beginnings=0 if done else 2,
     )
 
 

@@ -10,6 +10,7 @@ from prometheus_client import REGISTRY
 
 from residualquant.vllm.metrics import RunningCount, remove_folder_at_exit
 from residualquant.vllm.paged import PackedPages
+from residualquant.vllm.paged_cuda import KernelPages
 from residualquant.vllm.serve import METRICS_FOLDER
 
 PROMPTS = [[1, 2, 3, 4, 5], [6] * 40]
@@ -45,7 +46,8 @@ def test_tokens_and_bytes_are_those_of_the_requests(engine):
 
 def test_sanitised_values_are_counted(engine, monkeypatch):
     assert counted_in(engine)["sanitised_values_total"] == 0
-    stage, spoilt = PackedPages.stage, []
+    pages = KernelPages if torch.cuda.is_available() else PackedPages
+    stage, spoilt = pages.stage, []
 
     def spoil(self, staged, k, v):
         if not spoilt:
@@ -54,7 +56,7 @@ def test_sanitised_values_are_counted(engine, monkeypatch):
             v[0, 1, 0] = -torch.inf
         stage(self, staged, k, v)
 
-    monkeypatch.setattr(PackedPages, "stage", spoil)
+    monkeypatch.setattr(pages, "stage", spoil)
     assert counted_in(engine)["sanitised_values_total"] == 4
 
 

@@ -1,6 +1,7 @@
 """`residualquant serve`: the OpenAI server over a compressed cache, every process of vLLM its own."""
 
 import concurrent.futures
+import json
 import re
 import tempfile
 import time
@@ -47,8 +48,13 @@ class Talk:
 def server(tmp_path_factory):
     folder = tmp_path_factory.mktemp("server")
     (folder / "template.jinja").write_text(TEMPLATE)
+    options = ["--enforce-eager"]
+    if torch.cuda.is_available():
+        graphs = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
+        options = ["--compilation-config", json.dumps(graphs), "--gpu-memory-utilization", "0.05"]
+        options += ["--kv-cache-memory-bytes", str(2**30)]
     arguments = [
-        MODEL, "--", "--max-model-len", str(MAX_MODEL_LEN), "--dtype", "float32", "--enforce-eager",
+        MODEL, "--", "--max-model-len", str(MAX_MODEL_LEN), "--dtype", "float32", *options,
         "--max-num-seqs", "16", "--chat-template", str(folder / "template.jinja"),
     ]  # fmt: skip
     with running_server(arguments, folder / "log", environment={"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}) as server:
@@ -152,7 +158,7 @@ def test_the_log_says_what_a_token_costs(server):
     text = server.server.log.read_text()
     assert "vllm serve" in text  # the command it stands for
     (seconds,) = re.findall(r"residualquant: packed attention checked in ([0-9.]+) s", text)
-    assert float(seconds) < 2
+    assert float(seconds) < (60 if torch.cuda.is_available() else 2)  # a GPU's kernels are compiled
     assert "residualquant: KV of one token takes 3,168 bytes, in BF16 16,384 (5.17x)" in text
     assert "tokens fit (BF16: " in text
     assert "residualquant: staging takes 33,554,432 bytes for steps of up to 2,048 tokens" in text
