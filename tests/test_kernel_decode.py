@@ -254,7 +254,7 @@ BAD = {
     "loop, text": (dict(loop="0"), "loop must be an integer from 0 to 3, got '0'"),
     "loop, truth": (dict(loop=True), "loop must be an integer from 0 to 3, got True"),
     "group": (dict(group=1), "group must be an integer from 0 to 0, got 1"),
-    "no q": (dict(q=None), "q must be a Tensor, got None"),
+    "no q": (dict(q=None), "q must be a tensor .* got None"),
     "flat q": (dict(q=torch.zeros(2, 64, dtype=BF16)), r"q must be .* \[B, Hq, D\], got \[2, 64\]"),
     "q": (dict(q=torch.zeros(2, 2, 64, dtype=torch.float64)), "float64"),
     "strided q": (dict(q=torch.zeros(2, 2, 128, dtype=BF16)[..., ::2]), "q must be contiguous .* got strides"),

@@ -388,7 +388,6 @@ __device__ __forceinline__ void attend_split(const Arguments& arg, RotationPart&
     }
     add_values(tile, places, scores, lane, run);
     stage = stage == STAGES - 1 ? 0 : stage + 1;
-    if (i == count - STAGES && arg.splits > 1) start_successor();
   }
   prefetch_end(arg, row, kv_head);
   write_warp(run, scratch);
@@ -515,7 +514,6 @@ __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) decode_attention_kerne
   SharedQuery* shared = reinterpret_cast<SharedQuery*>(scratch + SCRATCH_FLOATS);
   float* past = scratch + QUERY_HEADS * WARPS * (HEAD_DIM + 2);
 
-  wait_for_predecessor();
   RotationPart part;
   if (arg.k_matrix != nullptr) {
     part.load(arg.q + row * arg.q_stride + head * arg.q_head_stride, arg.q_head_stride,

@@ -532,7 +532,6 @@ __device__ __forceinline__ void pack_tile(const Arguments& arg, int tile, int he
 __global__ void __launch_bounds__(THREADS, 3) pack_kv_kernel(const Arguments arg) {
   const int warp = threadIdx.x / LANES, lane = threadIdx.x % LANES, parts = static_cast<int>(arg.parts);
   const int head = blockIdx.y, is_v = blockIdx.z / parts, part = blockIdx.z % parts;
-  wait_for_predecessor();
   if constexpr (ROTATED) {
     load_matrix(is_v ? arg.v_matrix + head * arg.v_matrix_stride : arg.k_matrix + head * arg.k_matrix_stride);
     sync_block();

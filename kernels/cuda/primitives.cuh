@@ -45,12 +45,6 @@ __device__ __forceinline__ void prefetch(const void* address, uint32_t bytes) {
   asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(__cvta_generic_to_global(address)), "r"(bytes));
 }
 
-// Let the launch after this one begin, as far as it gets without waiting for this one.
-__device__ __forceinline__ void start_successor() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
-
-// Wait until the launches before this one have ended and what they wrote can be read.
-__device__ __forceinline__ void wait_for_predecessor() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
-
 __device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
 // Wait until all but the last N groups of this thread's copies have landed.
@@ -154,8 +148,7 @@ __device__ __forceinline__ float square_root(float x) { return __fsqrt_rn(x); }
 
 __device__ __forceinline__ void add_atomically(int32_t* target, int value) { atomicAdd(target, value); }
 
-// Launch with dynamic shared memory of any size that the device has, and before the launch ahead of it has ended: the
-// kernel calls wait_for_predecessor(). Returns a cudaError_t.
+// Launch with dynamic shared memory of any size that the device has; returns a cudaError_t.
 template <typename Arguments>
 int launch(void (*kernel)(Arguments), dim3 grid, int threads, int shared_bytes, void* stream, Arguments arguments) {
   if (shared_bytes > 48 * 1024) {
@@ -163,15 +156,6 @@ int launch(void (*kernel)(Arguments), dim3 grid, int threads, int shared_bytes, 
         cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
     if (status != cudaSuccess) return status;
   }
-  cudaLaunchAttribute early = {};
-  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  early.val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config = {};
-  config.gridDim = grid;
-  config.blockDim = dim3(threads);
-  config.dynamicSmemBytes = shared_bytes;
-  config.stream = static_cast<cudaStream_t>(stream);
-  config.attrs = &early;
-  config.numAttrs = 1;
-  return cudaLaunchKernelEx(&config, kernel, arguments);
+  kernel<<<grid, threads, shared_bytes, static_cast<cudaStream_t>(stream)>>>(arguments);
+  return cudaPeekAtLastError();
 }

@@ -239,13 +239,8 @@ def decode_attention(
         ValueError: an argument of another shape, dtype or device, or a layout that no kernel reads.
         ResidualQuantError: the preferred way does not exist here; the message says why.
     """
-    check_type("past", past, Past)
-    check_type("scratch", scratch, Workspace)
-    check_type("q", q, Tensor)
-    if prefer not in (None, "cuda", "triton", "reference"):
-        raise ValueError(f'prefer must be "cuda", "triton", "reference" or None, got {prefer!r}')
+    _check(q, k, v, past, loop, scratch, scale, out, prefer)
     out = torch.empty_like(q) if out is None else out
-    _check(q, k, v, past, loop, scratch, scale, out)
     scale = past.layout.head_dim**-0.5 if scale is None else scale
     if not len(q):
         return out
@@ -374,9 +369,11 @@ def _warn_once(reason: str) -> None:
     warnings.warn(f"decode attention runs by Triton, which is slower: {reason}", stacklevel=4)
 
 
-def _check(
-    q: Tensor, k: Tensor, v: Tensor, past: Past, loop: int, scratch: Workspace, scale: float | None, out: Tensor
-) -> None:
+def _check(q, k, v, past, loop, scratch, scale, out, prefer) -> None:
+    check_type("past", past, Past)
+    check_type("scratch", scratch, Workspace)
+    if prefer not in (None, "cuda", "triton", "reference"):
+        raise ValueError(f'prefer must be "cuda", "triton", "reference" or None, got {prefer!r}')
     batch, query_heads, _ = sizes("q", q, "B, Hq, D")
     heads = sizes("k", k, "B, H, D")[1]
     check_packed(q.device, heads, past.layout, past.pages, past.k_matrix, past.v_matrix, past.k_means, past.group, loop)
@@ -392,7 +389,7 @@ def _check(
         q=(q, [[batch, query_heads, dim]], FLOATS, 1),
         k=(k, [[batch, heads, dim]], (q.dtype,), 1),
         v=(v, [[batch, heads, dim]], (q.dtype,), 1),
-        out=(out, [[batch, query_heads, dim]], (q.dtype, torch.float32), 1),
+        out=(q if out is None else out, [[batch, query_heads, dim]], (q.dtype, torch.float32), 1),
         block_table=(past.block_table, [[batch, width]], (torch.int32,), 1),
         lengths=(past.lengths, [[batch]], (torch.int32,), 1),
         partial=(scratch.partial, [[room, query_heads, splits, dim]], (torch.float32,), 4),

@@ -246,21 +246,16 @@ def prefill_attention(
     Raises:
         ValueError: an argument of another shape, dtype or device, or a layout that the kernel does not read.
     """
-    _check(
-        out, q, k, v, pages, layout, loop, block_table, query_start, seq_lens, max_queries, scale,
-        k_matrix, v_matrix, k_means, group,
-    )  # fmt: skip
+    _check(out, q, k, v, pages, layout, loop, block_table, query_start, seq_lens, k_matrix, v_matrix, k_means, group)
+    check_count("max_queries", max_queries, 0)
+    check_scale(scale)
     if check_table and len(seq_lens):
-        queries = _checked_queries(query_start, len(q), max_queries)
-        check_pages(block_table, seq_lens - queries, layout.page_tokens, len(pages))
-    (heads, head_dim), repeat = k.shape[1:], q.shape[1] // k.shape[1]
+        _check_table(block_table, query_start, seq_lens, len(q), max_queries, layout.page_tokens, len(pages))
+    (heads, head_dim), repeat, words = k.shape[1:], q.shape[1] // k.shape[1], pages.view(torch.int16)
     parameters = tuned("prefill_attention", pages.device)
-    if repeat > parameters["BLOCK_M"]:
-        raise ValueError(f"there may be at most {parameters['BLOCK_M']} query heads per KV head, got {repeat}")
     blocks = triton.cdiv(max_queries, parameters["BLOCK_M"] // repeat)
     if not blocks * len(seq_lens):
         return
-    words = pages.view(torch.int16)
     prefill_attention_kernel[(blocks, heads, len(seq_lens))](
         out, q, k, v, words, block_table, query_start, seq_lens, k_matrix, v_matrix, k_means, scale,
         *(stride for tensor in (out, q, k, v) for stride in tensor.stride()[:2]),
@@ -271,18 +266,25 @@ def prefill_attention(
     )  # fmt: skip
 
 
-def _checked_queries(query_start: Tensor, tokens: int, max_queries: int) -> Tensor:
-    """How many tokens each sequence has in this step, if they are a step's."""
+def _check_table(
+    block_table: Tensor,
+    query_start: Tensor,
+    seq_lens: Tensor,
+    tokens: int,
+    max_queries: int,
+    page_tokens: int,
+    pages: int,
+) -> None:
+    """Check that the sequences' queries lie in the step's ``tokens`` and the pages of their pasts exist."""
     starts, queries = query_start.tolist(), query_start.diff()
     if starts[0] < 0 or starts[-1] > tokens or not 0 <= int(queries.min()) <= int(queries.max()) <= max_queries:
         raise ValueError(f"query_start must rise within {tokens} tokens by at most {max_queries}, got {starts}")
-    return queries
+    check_pages(block_table, seq_lens - queries, page_tokens, pages)
 
 
 def _check(
-    out, q, k, v, pages, layout, loop, block_table, query_start, seq_lens, max_queries, scale,
-    k_matrix, v_matrix, k_means, group,
-) -> None:  # fmt: skip
+    out, q, k, v, pages, layout, loop, block_table, query_start, seq_lens, k_matrix, v_matrix, k_means, group
+) -> None:
     tokens, query_heads, _ = sizes("q", q, "T, Hq, D")
     heads = sizes("k", k, "T, H, D")[1]
     (sequences,) = sizes("seq_lens", seq_lens, "B")
@@ -290,8 +292,9 @@ def _check(
     check_device(q.device)
     check_packed(q.device, heads, layout, pages, k_matrix, v_matrix, k_means, group, loop)
     check_query_heads(query_heads, heads)
-    check_scale(scale)
-    check_count("max_queries", max_queries, 0)
+    rows = tuned("prefill_attention", q.device)["BLOCK_M"]
+    if query_heads // heads > rows:
+        raise ValueError(f"there may be at most {rows} query heads per KV head, got {query_heads // heads}")
     states, integers = [[tokens, heads, layout.head_dim]], (torch.int32,)
     check_tensors(
         q.device,

@@ -188,8 +188,6 @@ inline void prefetch(const void* address, uint32_t bytes) {
     abort();
   }
 }
-inline void start_successor() {}
-inline void wait_for_predecessor() {}
 
 inline void commit_copies() {
   self().groups.push_back(std::move(self().open));
