@@ -1,5 +1,6 @@
 """What the notebook on serving does without vLLM, and how it says that a server did not start."""
 
+import json
 import sys
 
 import pytest
@@ -7,7 +8,7 @@ import stand_ins
 
 from residualquant.config import preset
 from residualquant.errors import ResidualQuantError
-from residualquant.repro import serving
+from residualquant.repro import served, serving
 
 ROWS = [
     {"KV cache": "BF16", "tokens that fit": 65_536, "tokens per second": 50.5},
@@ -101,3 +102,52 @@ def test_samples_of_a_metric_are_read_with_their_labels(monkeypatch, tmp_path):
     assert server.metric("some") == 6.5 and server.metric("a_total") == 3
     with pytest.raises(ResidualQuantError, match="no metric so"):
         server.metric("so")
+
+
+def speeds(step, prompt):
+    row = {"tokens": 100, "requests": 2, "step_ms": 1.0, "tokens_per_second": step, "prefill_tokens_per_second": prompt}
+    return {"tokens_that_fit": int(10 * prompt), "rows": [row]}
+
+
+@pytest.fixture
+def records(tmp_path, monkeypatch):
+    """Packed prompts take 2 s instead of 1, packed answers 10 ms a token instead of 20; Huginn raw is missing."""
+    monkeypatch.setattr(served.paths, "data_dir", lambda profile: tmp_path)
+    options = {"max_num_seqs": 2, "max_num_batched_tokens": 64, "gpu_memory_utilization": 0.9}
+    protocol = {"config": {"preset": "INT2 g=32", "rotation": "none"}, "options": options}
+    ouro = {"packed": speeds(100.0, 50), "raw": speeds(50.0, 100), "protocol": protocol | {"model": "ouro"}}
+    huginn = {"packed": speeds(5.0, 7), "protocol": protocol | {"model": "huginn"}}
+    checks = [
+        {"name": "a", "answers": {"tokens_each": 8, "tokens_that_agree": [8, 3]}, "commit": "1", "note": "so"},
+        {"name": "b", "tests": {"passed": 2, "failed": ["test_x"]}, "commit": "1"},
+    ]
+    record = {"gpu": "GPU", "checks": checks, "not_measured": ["c"]}
+    for name, value in (("vllm_speed", ouro), ("vllm_speed_huginn", huginn), ("vllm", record)):
+        (tmp_path / f"{name}.json").write_text(json.dumps(value))
+    answers = "model,task,config,n,torch_correct,vllm_correct,only_torch,only_vllm,p,vllm\nm,words,c,9,5,6,1,2,1.0,0\n"
+    (tmp_path / "vllm_accuracy.csv").write_text(answers)
+
+
+def cells(block):
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in block.splitlines() if line[:1] == "|"]
+
+
+def test_the_recommendation_weighs_slower_prompts_against_faster_answers(records):
+    text = served.choice_block()
+    assert cells(text)[-1] == ["100 x 2", "2.00", "0.50", "100 answer tokens"]
+    assert '--config "INT2 g=32" --rotation none -- --max-num-seqs 2' in text and "holds 0.50 times" in text
+
+
+def test_what_was_not_measured_is_a_dash(records):
+    rows = cells(served.speed_block())
+    assert ["Ouro-1.4B", "Generated tokens per second, 100 x 2", "100", "50", "2.00"] in rows
+    assert ["Huginn-0125", "Prompt tokens per second, 100 x 2", "7", "–", "–"] in rows
+
+
+def test_checks_say_what_parted_and_what_failed(records):
+    text = served.checks_block()
+    assert cells(text)[2:] == [
+        ["a", "1 of 2 answers alike, 8 tokens each; the others for 3 tokens", "1"],
+        ["b", "2 passed, 1 failed", "1"],
+    ]
+    assert "- a: so." in text and text.endswith("Not measured: c.")
