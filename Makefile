@@ -4,7 +4,7 @@
 .DEFAULT_GOAL := help
 .PHONY: help setup test setup-vllm test-vllm lint reproduce cells collect tables figures report claims storage \
         table1 table2 table3 table4 table5 table8 table9 rotations figure1_left figure2 figure3_middle figure3_right figure5 \
-        lab readme kernels bench-cpu bench-gpu train lock wheel clean distclean
+        lab readme kernels bench-cpu bench-runs bench-gpu train lock wheel clean distclean
 
 PROFILE ?= mini
 PYTHON ?= python3
@@ -131,6 +131,9 @@ train: $(READY)  ## Train the minis as the shipped ones were, into data/runs/tra
 
 bench-cpu: $(READY)  ## Encode and decode throughput and peak memory on this CPU
 	$(PY) -m residualquant.bench.cpu
+
+bench-runs: $(READY)  ## Time, memory and disk of smoke, tables, figures, report and calibration (ARGS=smoke: that one)
+	$(PY) -m residualquant.bench.runs $(ARGS)
 
 kernels: $(READY)  ## Compile the CUDA kernels ahead of time, for the GPU here (ARCH="sm_90 sm_120": for those)
 	$(PY) -m residualquant.kernels.build $(ARCH)

@@ -314,35 +314,49 @@ def _model_card(config: TrainConfig, summary: dict) -> str:
     )
 
 
+# {setting: field of the model's configuration}; a Huginn's head_dim follows from n_embd and n_heads
+_SHAPE = {
+    "ouro": {
+        "hidden_size": "hidden_size",
+        "intermediate_size": "intermediate_size",
+        "layers": "num_hidden_layers",
+        "heads": "num_attention_heads",
+        "head_dim": "head_dim",
+        "loops": "total_ut_steps",
+        "rope_theta": "rope_theta",
+    },
+    "huginn": {
+        "hidden_size": "n_embd",
+        "intermediate_size": "intermediate_size",
+        "layers": "n_layers_in_recurrent_block",
+        "prelude": "n_layers_in_prelude",
+        "coda": "n_layers_in_coda",
+        "heads": "n_heads",
+        "loops": "mean_recurrence",
+        "rope_theta": "rope_base",
+    },
+}
+
+
 def _new_model(config: TrainConfig, vocabulary: int) -> LoopedModel:
-    shared = {"intermediate_size": config.intermediate_size, "vocab_size": vocabulary}
+    shape = {field: getattr(config, setting) for setting, field in _SHAPE[config.architecture].items()}
     if config.architecture == "huginn":
-        return Huginn(
-            HuginnConfig(
-                **shared,
-                n_embd=config.hidden_size,
-                n_heads=config.heads,
-                n_layers_in_prelude=config.prelude,
-                n_layers_in_recurrent_block=config.layers,
-                n_layers_in_coda=config.coda,
-                mean_recurrence=config.loops,
-                rope_base=config.rope_theta,
-                block_size=4 * config.tokens,
-            )
-        )
+        return Huginn(HuginnConfig(**shape, vocab_size=vocabulary, block_size=4 * config.tokens))
+    longest = 4 * config.tokens
     return Ouro(
         OuroConfig(
-            **shared,
-            hidden_size=config.hidden_size,
-            num_hidden_layers=config.layers,
-            num_attention_heads=config.heads,
-            num_key_value_heads=config.heads,
-            head_dim=config.head_dim,
-            rope_theta=config.rope_theta,
-            total_ut_steps=config.loops,
-            max_position_embeddings=4 * config.tokens,
+            **shape, num_key_value_heads=config.heads, vocab_size=vocabulary, max_position_embeddings=longest
         )
     )
+
+
+def settings_of(config: TrainConfig, model: LoopedModel) -> dict:
+    """What ``train_config.json`` says: every setting but ``out``; the shape is the model's, which ``init`` decides."""
+    fields = _SHAPE[config.architecture] | {"head_dim": "head_dim", "vocab_size": "vocab_size"}
+    shape = {setting: getattr(model.config, field) for setting, field in fields.items()}
+    settings = asdict(config) | shape | {"init": config.init and config.init.name}
+    del settings["out"]
+    return settings
 
 
 def _start(config: TrainConfig) -> LoopedModel:
@@ -401,8 +415,7 @@ def train(config: TrainConfig) -> Path:
         with (folder / "train_log.jsonl").open("w") as log:
             final = _optimise(model, config, tokenizer, log)
         save_model(model, folder, tokenizer)
-        settings = {k: v for k, v in asdict(config).items() if k != "out"} | {"init": config.init and config.init.name}
-        (folder / "train_config.json").write_text(json.dumps(settings, indent=2) + "\n")
+        (folder / "train_config.json").write_text(json.dumps(settings_of(config, model), indent=2) + "\n")
         summary = {
             "parameters": sum(p.numel() for p in model.parameters()),
             **final,

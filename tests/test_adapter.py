@@ -1,6 +1,8 @@
 """A looped model that is not ours, from docs/examples, through everything the package does with a model."""
 
 import importlib
+import re
+import sys
 
 import pandas as pd
 import pytest
@@ -10,6 +12,7 @@ from residualquant.evals.run import evaluate
 from residualquant.inspect import Traced, inspect_trace
 from residualquant.models.base import KVShape
 from residualquant.repro.records import read_records
+from residualquant.repro.snippets import with_outputs
 from residualquant.rotation.calibration import CalibrationSizes, calibrated, rotations_hash
 from residualquant.trace import write_trace
 
@@ -122,3 +125,20 @@ def test_it_is_traced_and_inspected(model, learnt, tmp_path):
     assert (table[table.loop == 2].residual_energy == 1).all()
     live = inspect_trace(Traced.live(model, [ids], queries=4).texts, config, rotations)
     pd.testing.assert_frame_equal(live, table)
+
+
+def test_the_pages_snippets_print_what_stands_below_them(root, tmp_path, monkeypatch):
+    """Numbers with a point to a few percent (another CPU sums in another order), everything else to the letter."""
+    (tmp_path / "docs").symlink_to(root / "docs")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    page = (root / "docs" / "bring_your_own_model.md").read_text()
+    made, number = with_outputs(page), re.compile(r"\d+\.\d+")
+    assert number.sub("#", made) == number.sub("#", page)
+    assert [*map(float, number.findall(made))] == pytest.approx([*map(float, number.findall(page))], rel=0.05, abs=0.02)
+    assert page.count("```text") == page.count("```python") == 4
+
+
+def test_outputs_take_the_place_of_those_before():
+    page = "Text.\n\n```python\nx = 2\n```\n\n```python\nprint(x + 1)\n```\n\n```text\nold\n```\n\nMore.\n"
+    assert with_outputs(page) == page.replace("old", "3") and with_outputs(with_outputs(page)) == with_outputs(page)

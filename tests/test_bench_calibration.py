@@ -1,19 +1,19 @@
 """What calibrating takes: measured, recorded, and estimated for other models from the record."""
 
 import json
-from dataclasses import asdict, replace
-from types import SimpleNamespace
+from dataclasses import replace
 
 import pytest
 import torch
-from stand_ins import TextTokenizer
-from test_calibration import CONFIG, QUICK, tiny_model
+from test_calibration import CONFIG, QUICK
 
 from residualquant import cli
 from residualquant.bench import calibration as bench
+from residualquant.bench import runs
+from residualquant.errors import ResidualQuantError
 from residualquant.models import Huginn, HuginnConfig, Ouro, OuroConfig
 from residualquant.repro import paths
-from residualquant.rotation.calibration import CalibrationSizes, calibrate
+from residualquant.rotation.calibration import calibrate
 from residualquant.rotation.optr_h import OptRHSettings
 
 
@@ -32,23 +32,22 @@ def test_the_benchmarks_record(tmp_path, monkeypatch):
     assert kept["protocol"]["tokens"] == 400 and kept["provenance"]["packages"]["torch"] == torch.__version__
 
 
-def test_the_record_of_a_whole_calibration(tmp_path, monkeypatch):
-    model = tiny_model(vocabulary=258, dtype=torch.float32)
-    model.tokenizer = SimpleNamespace(encode=lambda text: TextTokenizer().encode(text[::20]))
-    monkeypatch.setattr(bench, "load_model", lambda name, device: model)
-    kept = bench.record_mini(tmp_path / "calibration.json", sizes=CalibrationSizes(1, 2, 3))
-    assert kept == json.loads((tmp_path / "calibration.json").read_text())
-    assert kept["cpu_seconds"] >= 0 and kept["seconds"] >= kept["fitting_seconds"] and kept["layers"] == 2
-    assert [kept["protocol"][name] for name in ("fit_texts", "held_out")] == [1, 2]
-    assert kept["protocol"]["settings"]["steps"] == 3
-
-
-def test_a_mini_is_calibrated_in_five_minutes_on_two_cores(root):
+def test_a_mini_is_calibrated_in_five_minutes_on_two_cores():
     """At the paper's sizes, by the committed record; its CPU seconds are those of both cores together."""
-    kept = json.loads((root / "data" / "bench" / "calibration.json").read_text())
-    assert kept["model"] == "mini-ouro-maths" and kept["cpu_seconds"] <= 300
-    assert [kept["protocol"][name] for name in ("fit_texts", "held_out")] == [128, 128]
-    assert kept["protocol"]["settings"] == asdict(OptRHSettings())
+    kept = runs.recorded("calibration")
+    assert kept["command"] == "residualquant " + " ".join(runs.COMMANDS["calibration"])
+    for option in ("--model mini-ouro-maths", "--fit 128", "--holdout 128", f"--steps {OptRHSettings().steps}"):
+        assert option in kept["command"]
+    assert kept["cpu_seconds"] <= 300
+
+
+def test_estimates_are_given_without_a_measured_mini_and_refused_without_a_layer(monkeypatch):
+    layer = runs.recorded("calibration", "h200")
+    monkeypatch.setattr(bench, "recorded", lambda name, folder="bench": layer if folder == "h200" else None)
+    assert "Measured" not in bench.estimates("mini-huginn")[1]
+    monkeypatch.setattr(bench, "recorded", lambda name, folder="bench": None)
+    with pytest.raises(ResidualQuantError, match=r"calibration\.json is missing"):
+        bench.estimates("mini-huginn")
 
 
 def test_estimates_need_no_weights(tmp_path, capsys):

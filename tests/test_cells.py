@@ -2,7 +2,6 @@
 
 import dataclasses
 
-import pandas as pd
 import pytest
 import stand_ins
 
@@ -94,9 +93,8 @@ def test_parts_scored_later_give_what_one_run_gives(home, monkeypatch):
     calibrated = []
     monkeypatch.setattr(
         "residualquant.rotation.calibration.calibrated_many",
-        lambda model, configs, *rest: (
-            calibrated.append((model.name, *configs)) or stand_ins.calibrated_many(model, configs, *rest)
-        ),
+        lambda model, configs, *rest: calibrated.append((model.name, *configs))
+        or stand_ins.calibrated_many(model, configs, *rest),
     )
     cells.compute_cells(TINY, progress=False)
     whole = answers(paths.records_dir("tiny"))
@@ -107,7 +105,7 @@ def test_parts_scored_later_give_what_one_run_gives(home, monkeypatch):
     for i in (1, 2, 3):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("residualquant.evals.scorers.score", None)  # a machine without scorers
-            cells.compute_cells(TINY, part=(i, 3), score=False, progress=False)
+            cells.compute_cells(TINY, part=(i, 3), score=False, progress=False, memory_bytes=2**28)
     learnt = [(name, config) for name, *configs in calibrated for config in configs]
     assert len({config for name, config in learnt if name == "mini-ouro-maths"}) == 39
     with pytest.raises(ResidualQuantError, match=r"no cell of table2, .* is measured; `make reproduce PROFILE=tiny`"):
@@ -152,30 +150,37 @@ def test_a_cell_counts_once_it_has_all_answers_and_scores(home):
         cells.read_cells(more, ["table8"])
 
 
-def test_what_the_models_took_is_kept_step_by_step_and_joined(home, monkeypatch):
-    monkeypatch.setattr(cost, "SHORT", 0.0)
+def test_every_step_that_computes_something_is_timed(home):
+    cells.compute_cells(TINY, progress=False)
+    file = paths.records_dir("tiny") / cost.TIMING
+    rows = cost.read_timings(file)
+    decoded = [(row["model"], row["task"]) for row in rows if row["step"] == "decode"]
+    assert decoded == [("mini-ouro-maths", "words"), ("mini-ouro-maths", "algebra"), ("mini-ouro-maths", "algebra"),
+                       ("mini-huginn", "words")]  # fmt: skip
+    assert all(float(row["seconds"]) >= 0 and row["torch"] and row["machine"] and row["date"] for row in rows)
+    assert {row["part"] for row in rows} == {""}
+    cells.compute_cells(TINY, progress=False)  # everything is there
+    assert cost.read_timings(file) == rows
+    seconds, machine = cost.model_time("tiny")
+    assert seconds == pytest.approx(sum(float(row["seconds"]) for row in rows)) and machine == rows[0]["machine"]
+
+
+def test_times_of_parts_are_collected_once(home):
     for i in (1, 2):
-        cells.compute_cells(TINY, ["table8"], part=(i, 2), score=False, progress=False, memory_bytes=2**28)
-    assert cost.model_seconds("tiny") is None
-    list(cells.collect_cells(TINY))
-    steps = pd.read_csv(paths.records_dir("tiny") / "timing.csv")
-    assert set(steps.step) == {"calibrate", "decode"} and set(steps.model) == {"mini-huginn"}
-    assert steps[steps.step == "decode"].configs.sum() == len(TINY.cells_of(["table8"])["huginn", "words"])
-    wall, cpu = cost.model_seconds("tiny")
-    assert 0 < wall <= steps.seconds.sum() + 1e-6 and cpu == pytest.approx(steps.cpu_seconds.sum())
-    (paths.records_dir("tiny") / "timing.csv").write_text("begun,seconds\nyesterday,long\n")
-    with pytest.raises(ResidualQuantError, match=r"timing\.csv is damaged"):
-        cost.model_seconds("tiny")
+        cells.compute_cells(TINY, part=(i, 2), progress=False)
+    for _ in range(2):
+        list(cells.collect_cells(TINY))
+    rows = cost.read_timings(paths.records_dir("tiny") / cost.TIMING)
+    assert [row["part"] for row in rows] == ["1of2"] * 4 + ["2of2"] * 4
+    assert cost.model_time("tiny")[0] == pytest.approx(sum(float(row["seconds"]) for row in rows))
 
 
-def test_steps_side_by_side_count_once_and_short_ones_not_at_all(home):
-    rows = [
-        {"step": name, "begun": f"2026-01-01T00:00:{s:02}+00:00", "seconds": 20.0, "cpu_seconds": 9.0}
-        for name, s in (("a", 0), ("b", 5))
-    ]
-    for row in rows:
-        cost._append(paths.records_dir("tiny") / "timing.csv", row)
-    assert cost.model_seconds("tiny") == (25.0, 18.0)
-    with cost.timed(home / "elsewhere", "cpu", step="c"):
-        pass
-    assert not (home / "elsewhere").exists()
+def test_a_step_that_is_stopped_is_timed_and_damage_is_said(tmp_path):
+    with pytest.raises(KeyboardInterrupt), cost.timed(tmp_path / "t.csv", tmp_path, "cpu", model="m", step="decode"):
+        (tmp_path / "answers").write_text("one")
+        raise KeyboardInterrupt
+    (row,) = cost.read_timings(tmp_path / "t.csv")
+    assert row["model"] == "m" and row["cores"].isdigit()
+    (tmp_path / "t.csv").write_text("part,seconds\n1of2,-3\n")
+    with pytest.raises(ResidualQuantError, match=r"t\.csv is damaged"):
+        cost.read_timings(tmp_path / "t.csv")

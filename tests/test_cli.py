@@ -138,6 +138,7 @@ def test_info_names_machine_models_and_profiles(capsys, home):
     assert code == 0
     for word in ("torch", "GPU", "Models in", "smoke", "mini", "full", "paper", "not run here"):
         assert word in out
+    assert f"{len(list_records(paths.shipped_records_dir('mini')))} files of records" in out
 
 
 HOLD = """

@@ -163,6 +163,7 @@ def drawn_series(label):
 def test_missing_records_are_one_sentence(tmp_path, monkeypatch):
     monkeypatch.setenv("RESIDUALQUANT_HOME", str(tmp_path))
     monkeypatch.setitem(profiles.PROFILES, "tiny", dataclasses.replace(TINY, name="tiny"))
+    monkeypatch.setattr(traces, "KEPT_IN", "tiny")
     for label in ("table2", "pareto", "figure1_left", "figure2", "table1", "table9"):
         with pytest.raises(ResidualQuantError):
             figures.figure(label, "tiny")
@@ -211,6 +212,12 @@ def test_another_trace_than_the_kept_one_needs_compute(home):
     assert traces.figure_trace("tiny").layer == 3
     with pytest.raises(ResidualQuantError, match="set compute = True"):
         traces.figure_trace("tiny", layer=4)
+
+
+def test_the_trace_of_a_profile_without_its_own_is_the_committed_one(home):
+    shared = traces.kept_trace("full")
+    assert torch.equal(shared.k, traces.kept_trace("mini").k) and shared.model == "mini-ouro-maths"
+    assert not torch.equal(shared.k, traces.kept_trace("tiny").k)
 
 
 def test_surfaces_are_those_of_the_paper():

@@ -68,7 +68,8 @@ def test_a_second_page_has_the_same_bytes(home, text):
     assert report.write_report("tiny").read_text() == text
 
 
-def test_what_is_missing_is_said_and_the_rest_is_made(home, text):
+def test_what_is_missing_is_said_and_the_rest_is_made(home, text, monkeypatch):
+    monkeypatch.setattr(traces, "KEPT_IN", "tiny")
     (home / "data" / "tiny" / traces.TRACE_FILE).rename(home / "aside")
     try:
         page = report.write_report("tiny").read_text()
@@ -109,8 +110,16 @@ def test_cells_are_escaped_rounded_and_coloured():
     assert "accuracy %" in shown and "p vs BF16" in shown
 
 
+def test_counts_agree_with_their_noun():
+    assert [markup.counted(n, "task") for n in (0, 1, 2)] == ["0 tasks", "1 task", "2 tasks"]
+
+
 def test_an_empty_table_is_a_table():
     assert "<table>" in markup.table_html(pd.DataFrame({"a": []}))
+
+
+def test_a_p_beyond_what_is_written_is_a_bound():
+    assert markup.cell_text(1e-300, "p_vs_bf16") == "< 1e-300" and markup.cell_text(0.0123, "p") == "0.012"
 
 
 def test_notebooks_show_every_row():

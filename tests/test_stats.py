@@ -16,6 +16,7 @@ from residualquant.repro.stats import (
     noninferiority,
     paired_difference,
     paired_test,
+    rounded_p,
     tost,
     wilson,
 )
@@ -50,6 +51,12 @@ def test_pairs_weigh_the_same_in_the_test_and_in_its_interval(counts):
 
 def test_one_pair_is_tested_exactly():
     assert paired_test(Pair(9, 1, 70)) == mcnemar_exact(Pair(9, 1, 70)) == pytest.approx(22 / 1024)
+
+
+def test_a_p_is_never_written_as_nothing():
+    far = paired_test(*[Pair(2300, 0, 2400)] * 4)
+    assert far == 0.0 and rounded_p(far) == 1e-300  # the normal tail underflows
+    assert rounded_p(0.0123456) == 0.01235 and rounded_p(1.0) == 1.0
 
 
 def test_a_pair_counts_common_problems():

@@ -5,7 +5,7 @@ import pytest
 
 from residualquant import layout, preset
 from residualquant.config import KVQuantConfig
-from residualquant.repro import storage
+from residualquant.repro import storage, tables
 
 
 @pytest.fixture(scope="module")
@@ -111,9 +111,9 @@ def test_bits_of_tokens_that_keep_some_loops():
 
 def test_written_once(tmp_path, monkeypatch):
     monkeypatch.setenv("RESIDUALQUANT_HOME", str(tmp_path))
-    storage.write_storage("smoke")
+    tables.table("storage", "smoke", write=True)
     path = tmp_path / "data" / "smoke" / "storage.csv"
     before = path.read_bytes(), path.stat().st_mtime_ns
-    storage.write_storage("smoke")
+    tables.table("storage", "smoke", write=True)
     assert (path.read_bytes(), path.stat().st_mtime_ns) == before
     assert list(pd.read_csv(path).columns) == storage.COLUMNS

@@ -25,6 +25,7 @@ from residualquant.training import (
     held_out,
     looped_loss,
     recurrent_loss,
+    settings_of,
     solved_share,
     train,
     weighted_cross_entropy,
@@ -46,6 +47,7 @@ TINY = TrainConfig(
     compile=False,
 )
 
+SHAPE = ("hidden_size", "intermediate_size", "layers", "prelude", "coda", "heads", "head_dim", "loops", "rope_theta")
 TINY_HUGINN = dataclasses.replace(TINY, architecture="huginn", loops=4, recurrences=(2.0, 5.0), gradient_loops=2)
 
 
@@ -69,11 +71,21 @@ def test_make_train_runs_what_made_the_shipped_models():
         folder = model_folder(second.model)
         for run, file in ((first, "train_config_before.json"), (second, "train_config.json")):
             assert run.out.is_relative_to("data/runs/train")  # never over the shipped ones
-            asked = dataclasses.replace(run, init=run.init and run.init.name, out=TrainConfig.out)
+            shape = {name: getattr(first, name) for name in SHAPE}  # the second run's is its checkpoint's
+            asked = dataclasses.replace(run, init=run.init and run.init.name, out=TrainConfig.out, **shape)
             settings = dataclasses.asdict(TrainConfig()) | json.loads((folder / file).read_text())
             assert json.loads(json.dumps(dataclasses.asdict(asked), default=str)) == json.loads(
                 json.dumps(settings, default=str)
             )
+
+
+@pytest.mark.parametrize("name", ["mini-ouro-maths", "mini-ouro-code", "mini-huginn"])
+def test_settings_of_a_shipped_model_state_its_shape(name):
+    model = load_model(name, device="cpu")
+    recorded = json.loads((model_folder(name) / "train_config.json").read_text())
+    said = settings_of(TrainConfig(architecture=type(model).__name__.lower()), model)
+    there = recorded.keys() & {*SHAPE, "vocab_size"}
+    assert len(there) >= 8 and {n: recorded[n] for n in there} == {n: said[n] for n in there}
 
 
 def test_training_stream_is_deterministic_and_free_of_test_prompts():
@@ -140,7 +152,10 @@ def test_trained_model_is_saved_described_and_can_go_on(tmp_path, config, loops)
     folder = train(dataclasses.replace(config, out=tmp_path / "first"))
     assert load_model(str(folder)).kv_shape.loops == loops
     assert json.loads((folder / "generation_config.json").read_text()) == {"eos_token_id": [1]}
-    again = train(dataclasses.replace(config, init=folder, out=tmp_path / "second", level_weights=(0, 1)))
+    other = {"hidden_size": 96, "heads": 3, "head_dim": 32, "layers": 2}  # the checkpoint decides, not these
+    again = train(dataclasses.replace(config, init=folder, out=tmp_path / "second", level_weights=(0, 1), **other))
+    before, after = (json.loads((f / "train_config.json").read_text()) for f in (folder, again))
+    assert {n: after[n] for n in SHAPE} == {n: before[n] for n in SHAPE} and after["level_weights"] == [0, 1]
     assert (again / "train_log_before.jsonl").read_bytes() == (folder / "train_log.jsonl").read_bytes()
     assert "went on from tiny" in (again / "README.md").read_text()
     assert str(tmp_path) not in (again / "train_config.json").read_text()

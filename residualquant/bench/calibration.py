@@ -1,9 +1,9 @@
-"""What calibrating OptR-H takes: one layer of Ouro-1.4B's shape on a GPU, a whole mini on a CPU, estimates of others::
+"""What calibrating OptR-H takes: one layer of Ouro-1.4B's shape on a GPU, and estimates of other models::
 
     python -m residualquant.bench.calibration
 
-writes ``data/h200/calibration.json`` where there is a GPU, else ``data/bench/calibration.json``; ``residualquant
-calibrate --estimate`` reads both.
+writes ``data/h200/calibration.json``; ``residualquant calibrate --estimate`` reads it, and what a whole mini takes on a
+CPU (:mod:`residualquant.bench.runs`).
 
 A layer's work does not depend on the other layers, so the whole model takes at most that of one layer times their
 number; the forward passes that capture the layers' states come on top, one per text and pass. Random states will do:
@@ -13,7 +13,6 @@ nothing in the work depends on the values.
 from __future__ import annotations
 
 import json
-import tempfile
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -22,14 +21,14 @@ from pathlib import Path
 import torch
 from tabulate import tabulate
 
+from residualquant.bench.runs import recorded
 from residualquant.config import KVQuantConfig, preset
 from residualquant.errors import ResidualQuantError
 from residualquant.models.base import KVShape
-from residualquant.models.loading import kv_shape_of, load_model, read_kv_shape
+from residualquant.models.loading import kv_shape_of, read_kv_shape
 from residualquant.models.ouro import OuroConfig
-from residualquant.repro.paths import data_dir, parse_json, shipped_data_dir, show, write_atomic
+from residualquant.repro.paths import data_dir, show, write_atomic
 from residualquant.repro.provenance import provenance
-from residualquant.rotation.calibration import PAPER_SIZES, CalibrationSizes, artefact_folder, calibrated
 from residualquant.rotation.optr_h import PAPER_SETTINGS, OptRHSettings, fit_optr_h, gram_of
 from residualquant.rotation.states import States
 from residualquant.trace import captured_bytes
@@ -97,55 +96,24 @@ def measure(
 def record(path: str | Path, device: str = "cuda") -> dict:
     """:func:`measure` one layer of Ouro-1.4B and keep the result as JSON, with machine, versions and protocol."""
     cost = measure(device)
-    what = "OptR-H, K and V of one layer of Ouro-1.4B's shape on random states, one run after a warm-up"
     kept = {
         "seconds_per_layer": round(cost.seconds, 2),
         "estimated_seconds": round(cost.seconds * cost.layers, 1),
         "state_gib": round(cost.state_bytes / 2**30, 2),
         "peak_gib": cost.peak_bytes and round(cost.peak_bytes / 2**30, 2),
         "layers": cost.layers,
-        "protocol": _protocol(what, EXAMPLES, EXAMPLES, PAPER_SETTINGS) | {"tokens": TOKENS},
+        "protocol": {
+            "what": "OptR-H, K and V of one layer of Ouro-1.4B's shape on random states, one run after a warm-up",
+            "config": CONFIG.to_dict(),
+            "settings": asdict(PAPER_SETTINGS),
+            "fit_texts": EXAMPLES,
+            "held_out": EXAMPLES,
+            "tokens": TOKENS,
+        },
         "provenance": provenance(device),
     }
     write_atomic(Path(path), json.dumps(kept, indent=1) + "\n")
     return kept
-
-
-def record_mini(path: str | Path, sizes: CalibrationSizes = PAPER_SIZES) -> dict:
-    """Calibrate Mini-Ouro on the CPU, from nothing to the artefact, and keep what it took as JSON.
-
-    ``cpu_seconds`` are those of all threads: with one thread about the wall time of an idle core, whatever else the
-    machine does.
-    """
-    loaded = load_model("mini-ouro-maths", device="cpu")
-    with tempfile.TemporaryDirectory() as folder:
-        wall, cpu = time.perf_counter(), time.process_time()
-        calibrated(loaded, CONFIG, "words", sizes, folder)
-        wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
-        made = artefact_folder(loaded, CONFIG, "words", sizes, folder)
-        fitting = json.loads((made / "calibration.json").read_text())["seconds"]
-    settings = OptRHSettings(steps=sizes.steps, seed=sizes.seed)
-    kept = {
-        "model": loaded.name,
-        "cpu_seconds": round(cpu, 1),
-        "seconds": round(wall, 1),
-        "fitting_seconds": round(fitting, 1),
-        "layers": loaded.kv_shape.layers,
-        "protocol": _protocol("OptR-H, all layers, capturing included, one run", sizes.fit, sizes.holdout, settings),
-        "provenance": provenance("cpu"),
-    }
-    write_atomic(Path(path), json.dumps(kept, indent=1) + "\n")
-    return kept
-
-
-def _protocol(what: str, fit: int, holdout: int, settings: OptRHSettings) -> dict:
-    return {
-        "what": what,
-        "config": CONFIG.to_dict(),
-        "settings": asdict(settings),
-        "fit_texts": fit,
-        "held_out": holdout,
-    }
 
 
 def estimates(model: str) -> tuple[list[dict], str]:
@@ -158,32 +126,26 @@ def estimates(model: str) -> tuple[list[dict], str]:
         model: a shipped model's name, a folder or a hub id.
 
     Raises:
-        ResidualQuantError: no such model, or no record.
+        ResidualQuantError: no such model, or no record of a layer.
     """
-    kept, mini = _read("h200", "calibration.json"), _read("bench", "calibration.json")
-    ouro = OuroConfig()
+    kept, mini = recorded("calibration", "h200"), recorded("calibration")
+    if kept is None:
+        raise ResidualQuantError("data/h200/calibration.json is missing: python -m residualquant.bench.calibration")
+    ouro, protocol = OuroConfig(), kept["protocol"]
     shapes = {model: read_kv_shape(model), "Ouro-1.4B": (kv_shape_of(ouro), ouro.num_attention_heads)}
     rows = [_estimate(name, *shape, kept) for name, shape in shapes.items()]
-    here = mini["provenance"]
-    return rows, (
-        f"Estimated from one layer of Ouro-1.4B on one {kept['provenance']['gpu']}: OptR-H, {_sizes(kept)} of "
-        f"{kept['protocol']['tokens']} tokens. A forward pass per text and per as many layers as fit comes on top.\n"
-        f"Measured: {mini['model']}, {_sizes(mini)}, everything included: {mini['cpu_seconds']:.0f} s of CPU time on "
-        f"{here['threads']} of {here['cores']} cores ({here['cpu']})."
+    how = (
+        f"Estimated from one layer of Ouro-1.4B on one {kept['provenance']['gpu']}: OptR-H, "
+        f"{protocol['settings']['steps']} steps on {protocol['fit_texts']} + {protocol['held_out']} texts of "
+        f"{protocol['tokens']} tokens. A forward pass per text and per as many layers as fit comes on top."
     )
-
-
-def _sizes(kept: Mapping) -> str:
-    protocol = kept["protocol"]
-    return f"{protocol['settings']['steps']} steps on {protocol['fit_texts']} + {protocol['held_out']} texts"
-
-
-def _read(*place: str) -> dict:
-    file = shipped_data_dir(*place)
-    try:
-        return parse_json(file.read_bytes())
-    except (OSError, ValueError) as error:
-        raise ResidualQuantError(f"{show(file)} cannot be read: {error}") from error
+    if mini:
+        here = mini["provenance"]
+        how += (
+            f"\nMeasured: `{mini['command']}`, everything included: {mini['cpu_seconds']:.0f} s of CPU time on "
+            f"{here['threads']} of {here['cores']} cores ({here['cpu']})."
+        )
+    return rows, how
 
 
 def _estimate(name: str, shape: KVShape, query_heads: int, kept: Mapping) -> dict:
@@ -207,13 +169,15 @@ def _estimate(name: str, shape: KVShape, query_heads: int, kept: Mapping) -> dic
 
 
 def main() -> None:
-    """Measure what this machine can: a layer of Ouro-1.4B on a GPU, Mini-Ouro without one."""
-    if torch.cuda.is_available():
-        path = data_dir("h200") / "calibration.json"
-        record(path)
-    else:
-        path = data_dir("bench") / "calibration.json"
-        record_mini(path)
+    """Measure a layer of Ouro-1.4B on the GPU here.
+
+    Raises:
+        ResidualQuantError: there is none.
+    """
+    if not torch.cuda.is_available():
+        raise ResidualQuantError("a layer of Ouro-1.4B is measured on a GPU; none is visible to torch")
+    path = data_dir("h200") / "calibration.json"
+    record(path)
     rows, how = estimates("mini-ouro-maths")
     print(tabulate(rows, headers="keys", disable_numparse=True), how, f"wrote {show(path)}", sep="\n")
 

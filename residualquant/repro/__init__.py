@@ -4,8 +4,9 @@
     summary(label, table)   compare(table)   markdown(table)   provenance_table(profile)
 
 ``profile`` is "smoke", "mini", "full" or "paper". With ``compute=False`` the committed records are read and no model
-runs; with ``compute=True`` whatever answers are missing are computed first. Each table is returned as a DataFrame and
-written to ``data/<profile>/<label>.csv``. Nothing heavy is imported before it is used.
+runs; with ``compute=True`` whatever answers are missing are computed first. A table is a DataFrame; one that is
+computed, or made by ``make_tables``, is ``data/<profile>/<label>.csv`` as well. Nothing heavy is imported before it is
+used.
 """
 
 from __future__ import annotations

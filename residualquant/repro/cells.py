@@ -13,7 +13,9 @@ from pathlib import Path
 from residualquant.config import KVQuantConfig
 from residualquant.errors import ResidualQuantError
 from residualquant.repro import paths
+from residualquant.repro.cost import TIMING, collect_timings, timed
 from residualquant.repro.labels import LABELS
+from residualquant.repro.markup import counted
 from residualquant.repro.profiles import Place, Plan, Profile, profile_of
 from residualquant.repro.records import Cell, Records, Writer, list_records, read_records
 
@@ -54,7 +56,7 @@ def _complete(records: Records, profile: Profile, place: Place, config: KVQuantC
 
 
 def coverage(profile: str | Profile, labels: Iterable[str] = LABELS) -> str:
-    """ "30 of 73 cells measured; …" where the records lack cells of ``labels``, else nothing.
+    """"30 of 73 cells measured; …" where the records lack cells of ``labels``, else nothing.
 
     Raises:
         ResidualQuantError: as for :func:`read_cells`.
@@ -85,6 +87,7 @@ def compute_cells(
     """Bring the records up to date: whatever answer is missing is computed, model by model and task by task.
 
     All configurations of a task are decoded together; calibrated rotations stay in ``data/runs/<profile>/rotations``.
+    What every step took is beside the records, in ``timing.csv`` (:mod:`residualquant.repro.cost`).
 
     Args:
         labels: whose cells.
@@ -115,19 +118,16 @@ def compute_cells(
 
 def _evaluate(profile, model, place, configs, n, folder, memory_bytes, score, progress) -> None:
     from residualquant.evals.run import evaluate
-    from residualquant.repro.cost import timed
     from residualquant.rotation.calibration import CALIBRATED, CalibrationSizes, calibrated_many
 
     learnt = [i for i, config in enumerate(configs) if config.rotation in CALIBRATED]
     sizes, where = CalibrationSizes(**profile.calibration, seed=profile.seed), paths.rotations_dir(profile.name)
     wanted = [configs[i] for i in learnt]
-    what = {"model": model.name, "task": place[1], "n": n}
-    share = memory_bytes and memory_bytes / 2  # half for captured states and as much again for fitting
-    rotations = []
-    if learnt:
-        with timed(folder, profile.device, step="calibrate", configs=len(learnt), **what):
-            rotations = calibrated_many(model, wanted, place[1], sizes, where, progress, share)
-    with timed(folder, profile.device, step="decode", configs=len(configs), **what):
+    about = {"device": profile.device, "model": model.name, "task": place[1]}
+    with timed(folder / TIMING, where, step="calibrate", configs=len(wanted), **about):
+        share = memory_bytes and memory_bytes / 2  # for captured states, and as much again for fitting
+        rotations = calibrated_many(model, wanted, place[1], sizes, where, progress, share) if learnt else []
+    with timed(folder / TIMING, folder, step="decode", configs=len(configs), **about):
         evaluate(
             model,
             place[1],
@@ -188,7 +188,6 @@ def collect_cells(profile: str | Profile) -> Iterator[str]:
         ResidualQuantError: a part is damaged, or the scorers are not those that the records name.
     """
     from residualquant.evals.run import score_records
-    from residualquant.repro.cost import join_timings
 
     profile = profile_of(profile)
     parts: dict[str, list[Path]] = {}
@@ -196,12 +195,12 @@ def collect_cells(profile: str | Profile) -> Iterator[str]:
     for folder in folders:
         for file in list_records(folder):
             parts.setdefault(file.name, []).append(file)
-    join_timings(folders, paths.records_dir(profile.name))
+    collect_timings(paths.records_dir(profile.name) / TIMING, [folder / TIMING for folder in folders])
     for name, files in sorted(parts.items()):
         merged = merge_records(paths.records_dir(profile.name) / name, files)
-        yield f"{name}: {merged} answers from {len(files)} parts"
+        yield f"{name}: {counted(merged, 'answer')} from {counted(len(files), 'part')}"
     for file in list_records(paths.records_dir(profile.name)):
-        yield f"{file.name}: {score_records(file)} answers scored"
+        yield f"{file.name}: {counted(score_records(file), 'answer')} scored"
 
 
 def merge_records(target: Path, parts: Iterable[Path]) -> int:

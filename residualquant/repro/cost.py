@@ -1,16 +1,17 @@
-"""What a profile's run cost: wall time, machine and disk, kept in ``data/<profile>/cost.json`` for README's table.
+"""What models' work took: a row of ``timing.csv``, beside the records, for every step that computed something.
 
-What its models took, step by step, is in ``data/<profile>/records/timing.csv``, however the run was split.
+Columns: part (of a run that was split, "1of4"), model, task, step ("calibrate", or "decode" with the scoring that was
+not left for later), configs, seconds and cpu_seconds (of the step's own process), machine, cores, threads, torch,
+python, commit, date. A step that found everything there has no row; one cut off by SIGKILL has none either.
 """
 
 from __future__ import annotations
 
-import contextlib
 import csv
-import json
+import io
 import time
 from collections.abc import Iterable, Iterator
-from datetime import UTC, datetime
+from contextlib import contextmanager
 from pathlib import Path
 
 from residualquant.errors import ResidualQuantError
@@ -18,90 +19,88 @@ from residualquant.repro import paths
 from residualquant.repro.provenance import provenance
 
 TIMING = "timing.csv"
-SHORT = 1.0  # seconds: a step that takes less has found everything done
+COLUMNS = (
+    "part", "model", "task", "step", "configs", "seconds", "cpu_seconds", "machine", "cores", "threads", "torch",
+    "python", "commit", "date",
+)  # fmt: skip
 
 
-def disk_bytes(profile: str) -> int:
-    """Bytes of a profile's data and figures (hidden files, such as what an earlier run left to compare with, aside)."""
-    return sum(file.stat().st_size for file in paths.visible_outputs(profile))
-
-
-def write_cost(profile: str, seconds: float, device: str) -> None:
-    """Record a run that was computed from nothing to the end without interruption."""
-    made = provenance(device)
-    cost = {
-        "seconds": round(seconds, 1),
-        "bytes": disk_bytes(profile),
-        "machine": made.get("gpu") or f"{made['cores']} cores of {made['cpu']}",
-        "date": made["date"],
-        "commit": made["commit"],
-        "torch": made["packages"]["torch"],
-    }
-    paths.write_atomic(paths.data_dir(profile) / "cost.json", json.dumps(cost, indent=1) + "\n")
-
-
-def read_cost(profile: str) -> dict | None:
-    """What ``write_cost`` recorded, or None where no complete run is committed."""
-    file = paths.shipped_data_dir(profile) / "cost.json"
-    return json.loads(file.read_text()) if file.is_file() else None
-
-
-@contextlib.contextmanager
-def timed(folder: Path, device: str, **what: object) -> Iterator[None]:
-    """Append what the block took to ``folder/timing.csv``, also if it was interrupted; nothing below a second.
-
-    Args:
-        folder: of the records that the block computes.
-        device: of the model.
-        what: which step, as columns before ``begun``, ``seconds``, ``cpu_seconds`` and the machine.
-    """
-    begun, wall, cpu = datetime.now(UTC).isoformat(timespec="seconds"), time.monotonic(), time.process_time()
+@contextmanager
+def timed(file: Path, made: Path, device: str, **about) -> Iterator[None]:
+    """Append a row to ``file`` for the work in the block, unless it changed nothing under the folder ``made``."""
+    before, begun, cpu = _state(made), time.monotonic(), time.process_time()
     try:
         yield
     finally:
-        seconds, cpu_seconds = time.monotonic() - wall, time.process_time() - cpu
-        if seconds >= SHORT:
-            took = {"begun": begun, "seconds": round(seconds, 1), "cpu_seconds": round(cpu_seconds, 1)}
-            _append(folder / TIMING, what | took | _machine(device))
+        if _state(made) != before:
+            took = {"seconds": time.monotonic() - begun, "cpu_seconds": time.process_time() - cpu}
+            row = {"part": ""} | about | {name: f"{value:.2f}" for name, value in took.items()} | _where(device)
+            _append(file, row)
 
 
-def _machine(device: str) -> dict[str, str]:
+def collect_timings(file: Path, parts: Iterable[Path]) -> None:
+    """Put the rows of ``parts``, files in folders named as parts are, into ``file``, instead of what it has of them."""
+    new = {part.parent.name: read_timings(part) for part in parts}
+    rows = [row for row in read_timings(file) if row["part"] not in new]
+    rows += [row | {"part": name} for name, of_part in new.items() for row in of_part]
+    if rows:
+        paths.write_atomic(file, _text(rows))
+
+
+def read_timings(file: Path) -> list[dict[str, str]]:
+    """The rows of ``file``; none where it is not there.
+
+    Raises:
+        ResidualQuantError: it is damaged.
+    """
+    try:
+        rows = list(csv.DictReader(io.StringIO(Path(file).read_text())))
+        for row in rows:
+            if tuple(row) != COLUMNS or None in row.values() or not float(row["seconds"]) >= 0:
+                raise ValueError(f"the row {row} is none of a timing")
+    except FileNotFoundError:
+        return []
+    except (OSError, ValueError) as error:
+        raise ResidualQuantError(f"{paths.show(file)} is damaged: {error}") from error
+    return rows
+
+
+def model_time(profile: str) -> tuple[float, str] | None:
+    """(seconds, machines) of all steps of the profile's committed run, the processes of a split one together."""
+    rows = read_timings(paths.shipped_records_dir(profile) / TIMING)
+    if not rows:
+        return None
+    return sum(float(row["seconds"]) for row in rows), ", ".join(dict.fromkeys(row["machine"] for row in rows))
+
+
+def machine_of(made: dict) -> str:
+    """ "NVIDIA H200", or "2 cores of …" without a GPU, from a record's provenance."""
+    return made.get("gpu") or f"{made['cores']} cores of {made['cpu']}"
+
+
+def _where(device: str) -> dict:
     made = provenance(device)
-    machine = made.get("gpu") or f"{made['threads']} of {made['cores']} cores of {made['cpu']}"
-    return {"machine": machine, "torch": made["packages"]["torch"], "commit": made["commit"]}
+    kept = {name: made[name] for name in ("cores", "threads", "python", "commit", "date")}
+    return kept | {"machine": machine_of(made), "torch": made["packages"]["torch"]}
+
+
+def _state(folder: Path) -> list[tuple[str, int, int]]:
+    """Name, size and time of every file under ``folder``, hidden ones left out."""
+    files = (f for f in sorted(Path(folder).rglob("*")) if f.is_file() and not f.name.startswith("."))
+    return [(str(f), (stat := f.stat()).st_size, stat.st_mtime_ns) for f in files]
 
 
 def _append(file: Path, row: dict[str, object]) -> None:
+    """Add one row at once: processes that share a folder may do so at the same time."""
+    text = _text([row])
     file.parent.mkdir(parents=True, exist_ok=True)
-    with file.open("a", newline="") as out:
-        writer = csv.DictWriter(out, list(row), lineterminator="\n")
-        if not out.tell():
-            writer.writeheader()
-        writer.writerow(row)
+    with Path(file).open("a") as out:
+        out.write(text if out.tell() == 0 else text.split("\n", 1)[1])
 
 
-def join_timings(folders: Iterable[Path], target: Path) -> None:
-    """Put the steps of a run in parts into ``target/timing.csv``, in place of those of an earlier run."""
-    texts = [file.read_text().splitlines() for folder in folders if (file := folder / TIMING).is_file()]
-    if texts:
-        lines = [texts[0][0], *sorted(line for text in texts for line in text[1:])]
-        paths.write_atomic(target / TIMING, "\n".join(lines) + "\n")
-
-
-def model_seconds(profile: str) -> tuple[float, float] | None:
-    """Wall and CPU seconds that the models of the committed run took, summed over its steps; None where not recorded.
-
-    Steps that ran side by side on one machine are counted from the first one's beginning to the last one's end.
-    """
-    import pandas as pd
-
-    file = paths.shipped_records_dir(profile) / TIMING
-    if not file.is_file():
-        return None
-    try:
-        steps = pd.read_csv(file, parse_dates=["begun"]).astype({"seconds": float, "cpu_seconds": float})
-        ends = steps.begun + pd.to_timedelta(steps.seconds, unit="s")
-    except (ValueError, KeyError, AttributeError, TypeError) as error:
-        raise ResidualQuantError(f"{paths.show(file)} is damaged: {error}") from error
-    span = (ends.max() - steps.begun.min()).total_seconds()
-    return min(float(steps.seconds.sum()), span), float(steps.cpu_seconds.sum())
+def _text(rows: Iterable[dict[str, object]]) -> str:
+    text = io.StringIO()
+    writer = csv.DictWriter(text, COLUMNS, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return text.getvalue()

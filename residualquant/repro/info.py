@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from residualquant.repro import paths
+from residualquant.repro.markup import counted
 from residualquant.repro.profiles import PROFILES, Profile
 from residualquant.repro.provenance import provenance
 from residualquant.repro.records import list_records
@@ -61,7 +62,7 @@ def _describe(file: Path) -> str:
 
 def _state(profile: Profile) -> str:
     files = list_records(paths.shipped_records_dir(profile.name))
-    records = f"records of {len(files)} tasks" if files else "no records"
+    records = f"{counted(len(files), 'file')} of records" if files else "no records"
     return f"{profile.describe()}; {profile.device}; {profile.cost}; {records}; {_run(profile)}"
 
 

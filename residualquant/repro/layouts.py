@@ -83,7 +83,7 @@ def method_name(row: pd.Series) -> str:
 
 # label -> the columns that name a row of the paper's layout, and the one whose values are its columns
 LAYOUTS: dict[str, tuple[dict[str, str], str]] = {
-    "table2": ({"precision": "Precision", "method": "Method"}, "place"),
+    "table2": ({"precision": "Precision", "method": "Method", "bits": "Effective bits"}, "place"),
     "figure1_left": ({"step_name": "Step", "precision": "Precision"}, "place"),
     "table3": ({"precision": "Precision", "reference_loop": "Reference"}, "scaling"),
     "table4": ({"precision": "Precision", "coding": "Method"}, "turn"),
@@ -110,6 +110,8 @@ def summary(label: str, table: pd.DataFrame, mean: pd.DataFrame | None = None) -
         raise ValueError(f"no layout for {label!r}; known: {', '.join(LABELS)}")
     rows, column = LAYOUTS[label]
     both = with_words(table if mean is None else pd.concat([table, mean], ignore_index=True))
+    if "bits" in rows:
+        both = both.assign(bits=_bits_of_families(both))
     laid_out: dict[tuple, dict] = {}
     for _, row in both.iterrows():
         names = {title: row[key] for key, title in rows.items()}
@@ -118,6 +120,14 @@ def summary(label: str, table: pd.DataFrame, mean: pd.DataFrame | None = None) -
     made = _baseline_first(pd.DataFrame(list(laid_out.values()))).fillna("")
     made.attrs = table.attrs
     return made
+
+
+def _bits_of_families(words: pd.DataFrame) -> list[str]:
+    """ "2.594 / 2.625" for every row of Table 2: effective bits of its configuration, by the families' head sizes."""
+    names = words["precision"] + words["method"]
+    tasks = words["benchmark"] != "mean"
+    shown = words["effective_bits"][tasks].map("{:.4g}".format).groupby(names[tasks], sort=False).unique()
+    return [" / ".join(shown[name]) for name in names]
 
 
 def _baseline_first(laid_out: pd.DataFrame) -> pd.DataFrame:

@@ -1,4 +1,4 @@
-"""Tables as HTML: the same look in a notebook, in the report page and in print."""
+"""Tables as HTML, with the same look in a notebook, in the report page and in print; counts in words."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import html
 import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+
+from residualquant.repro.stats import LEAST_P
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -49,6 +51,11 @@ def show(table: pd.DataFrame, columns: list[str] | None = None) -> Shown:
     return Shown(table_html(table if columns is None else table[columns]) + note)
 
 
+def counted(n: int, noun: str) -> str:
+    """ "1 task", "2 tasks"."""
+    return f"{n} {noun}{'' if n == 1 else 's'}"
+
+
 def cell_text(value: Any, column: str) -> str:
     """One value as read by people: percentages with one decimal, p-values with two digits, "–" for nothing."""
     if value is None or (isinstance(value, float) and math.isnan(value)):
@@ -58,7 +65,7 @@ def cell_text(value: Any, column: str) -> str:
     if isinstance(value, int) or (float(value).is_integer() and not column.endswith(("_pct", "ci_low", "ci_high"))):
         return f"{int(value)}"
     if column.startswith("p_") or column == "p":
-        return f"{value:.2g}"
+        return f"< {LEAST_P:g}" if value <= LEAST_P else f"{value:.2g}"
     if column.endswith("_pct") or column in ("ci_low", "ci_high", "difference", "paper_difference"):
         return f"{value:.1f}"
     return f"{value:.2f}" if column.endswith("ratio") else f"{value:.6g}"

@@ -19,6 +19,7 @@ from residualquant.config import KVQuantConfig, preset
 from residualquant.errors import ResidualQuantError
 from residualquant.evals.tasks import MODELS, STANDS_FOR, TASKS
 from residualquant.repro.labels import BENCHMARKS, BF16, FIGURE1_CONFIGS, LABELS, direct_of, lines
+from residualquant.repro.markup import counted
 
 Place = tuple[str, str]  # (family of models, task)
 Plan = Mapping[Place, Mapping[KVQuantConfig, int]]  # the configurations measured there, and on how many problems
@@ -96,7 +97,7 @@ class Profile:
             for family, tasks in self.problems.items()
         )
         most = f" (at most {self.elsewhere} beyond Table 2)" if self.elsewhere else ""
-        return f"{'; '.join(sizes)}{most}; {sum(map(len, self.plan.values()))} cells"
+        return f"{'; '.join(sizes)}{most}; {counted(sum(map(len, self.plan.values())), 'cell')}"
 
     def to_dict(self) -> dict:
         return {**asdict(self), "only": None if self.only is None else sorted(map(repr, self.only.items()))}

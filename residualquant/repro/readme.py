@@ -66,62 +66,124 @@ def claims_block() -> str:
 
 def _short(verdict: str, comparisons: str) -> str:
     """ "reproduced (4 of 4)"; a claim without results says so in two words."""
+    return f"{verdict} ({found})" if (found := _count(comparisons)) else verdict
+
+
+def _count(comparisons: str) -> str:
+    """ "4 of 4", nothing where none was measured."""
     found = re.match(r"(\d+ of \d+) comparisons reproduced", comparisons)
-    return f"{verdict} ({found[1]})" if found else verdict
+    return found[1] if found else ""
 
 
-_ENDS = {
-    "BF16": ("BF16", "BF16"),
-    "Direct, INT2 g=32": ("direct", "INT2 g=32"),
-    "The full method, INT2/4 g=32": ("residual + OptR-H", "INT2/4 g=32"),
+_JUDGED = {
+    "2": "residual above direct coding of the same bits",
+    "4b": "residual coding with a rotation above the rotation alone",
+    "1": "residual coding alone above OptR-H alone",
+    "8": "both together not worse than BF16",
 }
+_VERDICTS = ("reproduced", "not reproduced", "undecided", "not measured")
 
 
-def gap_block() -> str:
-    """Mean accuracy over the tasks at both ends of the method, and the distance to BF16, the paper's beside ours."""
-    import pandas as pd
+def conclusions_block() -> str:
+    """Table 2 and the claims in a few sentences, of the largest profile measured; numbers and verdicts are read."""
+    return _of_each((COMMITTED[-1], *COMMITTED[:-1]), _conclusions, once=True)
 
-    from residualquant.repro.layouts import markdown, with_words
+
+def _conclusions(profile: str) -> str:
+    from residualquant.repro.layouts import with_words
     from residualquant.repro.tables import table
+    from residualquant.repro.verdicts import whole_claims
 
-    def of(profile: str) -> str:
-        columns: dict[str, list[str]] = {"Mean of the tasks, % (against BF16)": list(_ENDS)}
-        words = with_words(table("table2_mean", profile))
-        for model, name in (("ouro", "Ouro"), ("huginn", "Huginn")):
-            mean = words[words.model == model].set_index(["method", "precision"])
-            columns[f"{name}, paper"] = _against_bf16(mean.paper_pct)
-            columns[f"{name}, ours"] = _against_bf16(mean.accuracy_pct)
-        return markdown(pd.DataFrame(columns))
+    words, whole = with_words(table("table2_mean", profile)), whole_claims(table("claims", profile))
+    said = []
+    for family in ("ouro", "huginn"):
+        mean = words[words.model == family].set_index(["precision", "method"]).accuracy_pct
+        if mean.isna().any():
+            continue
+        direct, rotated, residual, both = (
+            f"{mean['INT2/4 g=32', method]:.1f} %"
+            for method in ("direct", "direct + OptR-H", "residual", "residual + OptR-H")
+        )
+        said.append(
+            f"**{family.capitalize()}-shaped, INT2/4 g=32, mean of four tasks:** {direct} with direct coding, "
+            f"{rotated} with OptR-H alone, {residual} with residual coding, {both} with both; with the BF16 cache "
+            f"{mean['BF16', 'BF16']:.1f} %. {_judged(whole[whole.family == family])}"
+        )
+    whole = whole[whole.family == "all"]
+    said.append(f"**The paper's {len(whole)} claims about order:** {_listed(whole, whole.claim)}.")
+    return "\n\n".join(said)
 
-    return _of_each(COMMITTED, of)
+
+def _judged(whole: pd.DataFrame) -> str:
+    """The claims of ``_JUDGED`` on one family of models, by verdict."""
+    rows = whole.set_index("claim").loc[list(_JUDGED)].reset_index()
+    counts = rows.comparisons.map(_count)
+    text = _listed(rows, rows.claim.map(_JUDGED) + counts.map(lambda count: f" ({count})" if count else ""))
+    return f"{text[0].upper()}{text[1:]}."
 
 
-def _against_bf16(accuracy: pd.Series) -> list[str]:
-    bf16, *others = (float(accuracy[key]) for key in _ENDS.values())
-    shown = [f"{bf16:.1f}", *(f"{value:.1f} ({value - bf16:+.1f})" for value in others)]
-    return [text if value == value else "–" for text, value in zip(shown, (bf16, *others))]
+def _listed(rows: pd.DataFrame, names: pd.Series) -> str:
+    """ "reproduced: …; not reproduced: …": ``names`` of the rows by their verdict."""
+    parts = {verdict: ", ".join(names[rows.verdict == verdict]) for verdict in _VERDICTS}
+    return "; ".join(f"{verdict}: {part}" for verdict, part in parts.items() if part)
 
 
 def profiles_block() -> str:
-    """What each profile computes, with the time and disk of the committed run (a local one does not count)."""
+    """What each profile computes, and what the models of its committed run took (a local one does not count)."""
     import pandas as pd
 
-    from residualquant.repro.cost import read_cost
+    from residualquant.bench.runs import recorded
+    from residualquant.repro.cost import machine_of, model_time
     from residualquant.repro.layouts import markdown
 
     rows = []
     for profile in PROFILES.values():
-        cost = read_cost(profile.name) if profile.name in COMMITTED else None
+        whole = recorded(profile.name)
+        models = model_time(profile.name) if profile.name in COMMITTED else None
+        seconds, machine = models or (None, machine_of(whole["provenance"]) if whole else "–")
         rows.append(
             {
                 "Profile": f"`{profile.name}`",
                 "Problems per cell, and cells": profile.describe(),
-                "Time": f"{cost['seconds'] / 60:.1f} min" if cost else profile.cost,
-                "Measured on": cost["machine"] if cost else "–",
-                "Disk": f"{cost['bytes'] / 2**20:.1f} MiB" if cost else "–",
+                "Time": _duration(whole["seconds"]) if whole else profile.cost,
+                "Model time": _duration(seconds),
+                "Measured on": machine,
             }
         )
     return markdown(pd.DataFrame(rows))
+
+
+def runs_block() -> str:
+    """What the package's commands take, from ``data/bench/*.json``."""
+    import pandas as pd
+
+    from residualquant.bench.runs import COMMANDS, recorded
+    from residualquant.repro.cost import machine_of
+    from residualquant.repro.layouts import markdown
+
+    measured = [took for name in COMMANDS if (took := recorded(name))]
+    rows = [
+        {
+            "Command": f"`{took['command']}`",
+            "Time": _duration(took["seconds"]),
+            "CPU time": _duration(took["cpu_seconds"]),
+            "Peak memory": _size(took["peak_mib"]),
+            "Disk": _size(took["disk_mib"]),
+            "Measured on": machine_of(took["provenance"]),
+        }
+        for took in measured
+    ]
+    return markdown(pd.DataFrame(rows))
+
+
+def _duration(seconds: float | None) -> str:
+    if seconds is None:
+        return "–"
+    return f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.1f} min"
+
+
+def _size(mib: float | None) -> str:
+    return "–" if mib is None else f"{mib:,.1f} MiB"
 
 
 def kernels_block() -> str:
@@ -195,9 +257,10 @@ def _of_each(profiles: Sequence[str], make: Callable[[str], str], once: bool = F
 BLOCKS: dict[str, Callable[[], str]] = {
     **{label: partial(accuracy_block, label) for label in ("table2", "table3", "table4", "table5", "table8")},
     "table1": partial(analysis_block, "table1"),
+    "conclusions": conclusions_block,
     "claims": claims_block,
-    "gap": gap_block,
     "profiles": profiles_block,
+    "runs": runs_block,
     "kernels": kernels_block,
     "serving": serving_block,
 }

@@ -126,9 +126,9 @@ def _surfaces(s: Section, profile: Profile) -> list[Card]:
 def _storage(s: Section, profile: Profile) -> list[Card]:
     from residualquant.config import preset
     from residualquant.layout import capacity_ratio, traffic_ratio
-    from residualquant.repro.storage import accesses_table, bytes_table, reads_table, write_storage
+    from residualquant.repro.storage import accesses_table, bytes_table, reads_table
 
-    found = write_storage(profile.name)
+    found = table("storage", profile)
     s.picture("storage", profile.name)
     s.table(table_html(bytes_table()), "One token and head, K or V, four loops, 128 channels.")
     s.table(table_html(reads_table()), "Read per decode step under each reference policy, INT2/4 g=32.")

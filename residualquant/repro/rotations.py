@@ -15,7 +15,7 @@ from residualquant.config import preset
 from residualquant.errors import ResidualQuantError
 from residualquant.repro import paths
 from residualquant.repro.profiles import Profile, profile_of
-from residualquant.repro.tables import write_table
+from residualquant.repro.tables import write_csv, write_table
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -70,11 +70,11 @@ def _measure(profile: Profile, name: str) -> None:
     errors = rotation_errors(model, task, configs, rotations, sizes, n)
     errors["error"] = errors["error"].map(lambda error: float(f"{error:.6g}"))
     errors.insert(0, "key", key)
-    write_table(name, errors.to_dict("records"), profile)
+    write_csv(name, errors, profile)
 
 
 def rotations(profile: str | Profile = "mini", compute: bool = False) -> pd.DataFrame:
-    """Each rotation against those before it; ``rotations.csv``.
+    """Each rotation against those before it.
 
     ``mean_ratio`` and ``median_ratio`` are over all (layer, head, K | V); ``lower_pct`` is the share with less error.
     """

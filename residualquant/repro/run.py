@@ -16,7 +16,6 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-import time
 from collections.abc import Callable, Iterable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -25,6 +24,7 @@ from residualquant.errors import ResidualQuantError
 from residualquant.repro import paths
 from residualquant.repro.cells import compute_cells, coverage
 from residualquant.repro.labels import LABELS
+from residualquant.repro.markup import counted
 from residualquant.repro.profiles import Profile, profile_of
 from residualquant.repro.provenance import is_committed, package_hash
 from residualquant.repro.records import Lock, Records, list_records
@@ -86,7 +86,6 @@ def reproduce(profile: str | Profile = "mini", fresh: bool = False, log: Log = p
     Raises:
         ResidualQuantError: the profile cannot run here, another run is at it, a notebook failed, the disk is full.
     """
-    from residualquant.repro.cost import write_cost
     from residualquant.repro.notebooks import run_notebooks
     from residualquant.repro.report import write_report
 
@@ -98,7 +97,6 @@ def reproduce(profile: str | Profile = "mini", fresh: bool = False, log: Log = p
             return
         profile.check()
         anew = fresh or marker["state"] in ("never", "starting")
-        begun = time.monotonic()
         if anew:
             started = _start_over(profile.name)
             log(f"{profile.name}: computing everything anew ({profile.cost})")
@@ -109,8 +107,6 @@ def reproduce(profile: str | Profile = "mini", fresh: bool = False, log: Log = p
         compute_cells(profile)
         run_notebooks(profile.name, compute=True)
         log(f"report: {paths.show(write_report(profile.name))}")
-        if anew:
-            write_cost(profile.name, time.monotonic() - begun, profile.device)
         for line in compare_with_committed(profile.name):
             log(line)
         _write_marker(
@@ -170,7 +166,7 @@ def make_tables(
     name = profile_of(profile).name
 
     def make(label: str) -> Path:
-        table(label, name, compute)
+        table(label, name, compute, write=True)
         return paths.data_dir(name) / f"{label}.csv"
 
     _make_each("table", labels, TABLES, make, name, log)
@@ -262,7 +258,7 @@ def _compare_file(committed: Path, ours: Path) -> str:
     both = new.merge(old, on=key, suffixes=("", "_old"))
     same = (both.correct == both.correct_old) & (both.n == both.n_old)
     near = ~same & (both.accuracy_pct_old >= both.ci_low) & (both.accuracy_pct_old <= both.ci_high)
-    text = f"{ours.name}: {len(both)} cells against the committed ones: {int(same.sum())} identical, "
+    text = f"{ours.name}: {counted(len(both), 'cell')} against the committed ones: {int(same.sum())} identical, "
     text += f"{int(near.sum())} within the 95 % interval, {int((~same & ~near).sum())} outside"
     alone = len(new) + len(old) - 2 * len(both)
-    return text + (f"; {alone} rows are in only one of the two" if alone else "")
+    return text + (f"; {counted(alone, 'row')} in only one of the two" if alone else "")

@@ -5,7 +5,7 @@
   task or, every task weighing the same, of several.
 * ``paired_difference``: the interval of a difference of accuracies; ``tost``: "the same, within 3 points".
 * ``mean_interval``: the interval of an equal-weight mean over tasks; ``bootstrap_mean``: of a mean of other numbers.
-* ``holm``: p-values of several tests that belong together.
+* ``holm``: p-values of several tests that belong together; ``rounded_p``: one as it is written.
 
 A ``Pair`` counts, over the problems both methods answered, those only the first solved (b) and only the second (c).
 The paired interval adds half a count to each of the four cells (Agresti & Min, Statistics in Medicine 2005), so that
@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from math import sqrt
 
 MARGIN = 0.03
+LEAST_P = 1e-300  # an upper bound of every p below it: doubles end soon after, and an extrapolated tail long before
 
 
 @dataclass(frozen=True)
@@ -87,6 +88,11 @@ def holm(p_values: Sequence[float]) -> list[float]:
         largest = max(largest, min(1.0, (len(order) - rank) * p_values[index]))
         corrected[index] = largest
     return corrected
+
+
+def rounded_p(p: float) -> float:
+    """``p`` to four digits and never 0: what is below ``LEAST_P`` is given as that."""
+    return max(LEAST_P, float(f"{p:.4g}"))
 
 
 def bootstrap_mean(

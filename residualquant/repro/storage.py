@@ -175,15 +175,6 @@ def storage_table() -> pd.DataFrame:
     return pd.DataFrame([row for source in sources for row in source()], columns=COLUMNS)
 
 
-def write_storage(profile: str = "mini") -> pd.DataFrame:
-    """:func:`storage_table`, also written to ``data/<profile>/storage.csv``; the same for every profile."""
-    from residualquant.repro.paths import data_dir, write_atomic
-
-    table = storage_table()
-    write_atomic(data_dir(profile) / "storage.csv", table.to_csv(index=False, lineterminator="\n"))
-    return table
-
-
 def _configurations() -> dict[str, KVQuantConfig]:
     chosen = {"BF16": preset("BF16")}
     for label in ("INT2 g=32", "INT2 g=16", "INT2/4 g=32", "INT2/4 g=16", "INT4 g=32"):

@@ -11,10 +11,10 @@ from residualquant.repro.plots import INK, TEXT, Picture, house_style, new_figur
 from residualquant.repro.traces import Trace, figure2_surfaces, figure5_surfaces
 
 if TYPE_CHECKING:
-    from matplotlib.colors import Normalize
+    from matplotlib.colors import Colormap, Normalize
     from mpl_toolkits.mplot3d import Axes3D
 
-COLOURS = "viridis"
+COLOURS, SHADES = "viridis", 64  # few enough for a file that names shades instead of colours
 MOST_TOKENS, MOST_CHANNELS = 96, 128  # drawn cells; a bin shows its largest value, so no outlier is lost
 
 
@@ -24,14 +24,14 @@ def pool_peaks(values: Tensor, most_rows: int, most_columns: int) -> Tensor:
     return torch.nn.functional.adaptive_max_pool2d(values[None, None].float(), (rows, columns))[0, 0]
 
 
-def _surface(axis: Axes3D, values: Tensor, norm: Normalize, height: float, title: str) -> None:
+def _surface(axis: Axes3D, values: Tensor, norm: Normalize, colours: Colormap, height: float, title: str) -> None:
     import numpy as np
 
     tokens, channels = values.shape
     z = pool_peaks(values, MOST_TOKENS, MOST_CHANNELS).numpy()
     x, y = np.meshgrid(np.linspace(1, channels, z.shape[1]), np.linspace(1, tokens, z.shape[0]))
     axis.plot_surface(
-        x, y, z, cmap=COLOURS, norm=norm, rstride=1, cstride=1, linewidth=0, antialiased=False, rasterized=True
+        x, y, z, cmap=colours, norm=norm, rstride=1, cstride=1, linewidth=0, antialiased=False, rasterized=True
     )
     axis.set_facecolor("none")
     axis.set_zlim(0, height)
@@ -61,12 +61,14 @@ def where_taken(trace: Trace) -> str:
 
 
 def _draw(rows: list[dict[str, Tensor]], names: list[str], trace: Trace, alt: str) -> Picture:
+    from matplotlib import colormaps
     from matplotlib.cm import ScalarMappable
     from matplotlib.colors import Normalize
 
     values = [v for row in rows for v in row.values()]
     peak = max(float(v.max()) for v in values)
     norm = Normalize(0, max(float(pool_peaks(v, MOST_TOKENS, MOST_CHANNELS).flatten().quantile(0.995)) for v in values))
+    colours = colormaps[COLOURS].resampled(SHADES)
     columns, height = len(rows[0]), 0.3 + 1.9 * len(rows)
     with house_style():
         figure = new_figure(TEXT, height)
@@ -77,12 +79,12 @@ def _draw(rows: list[dict[str, Tensor]], names: list[str], trace: Trace, alt: st
             for j, (title, surface) in enumerate(row.items()):
                 place = (left + j * wide, 1 - (i + 1) * tall, wide, tall)
                 axis = figure.add_axes(place, projection="3d")
-                _surface(axis, surface, norm, peak, title)
+                _surface(axis, surface, norm, colours, peak, title)
                 if j < columns - 1:  # one height scale for all, written once per row
                     axis.set_zticklabels([])
             figure.text(0.006, 1 - (i + 0.5) * tall, names[i], rotation=90, va="center", weight="bold", color=INK)
         bar = figure.add_axes((0.945, bottom + 0.1, 0.013, 1 - bottom - 0.2))
-        scale = figure.colorbar(ScalarMappable(norm, COLOURS), cax=bar, extend="max", extendfrac=0.03)
+        scale = figure.colorbar(ScalarMappable(norm, colours), cax=bar, extend="max", extendfrac=0.03)
         scale.outline.set_visible(False)
         bar.tick_params(labelsize=6)
         figure.text(0.5, 0.08 / height, where_taken(trace), ha="center", fontsize=6.2)

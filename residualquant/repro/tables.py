@@ -1,8 +1,8 @@
-"""Tables of measured accuracy: one row per line of the paper's table, a DataFrame and a CSV under ``data/<profile>/``.
+"""Tables of measured accuracy, one row per line of the paper's table: a DataFrame, and ``data/<profile>/<label>.csv``.
 
-``table(label, profile, compute)`` makes any of them: with ``compute`` the answers that are missing are computed first,
-without it the records are read and no model runs. Rows that are not measured hold NaN, and ``attrs["note"]`` says how
-many are not although the profile has them.
+``table(label, profile, compute)`` makes any of them: with ``compute`` the answers that are missing are computed first
+and the CSV is written; without it the records are read, no model runs and no file changes. Rows that are not measured
+hold NaN, and ``attrs["note"]`` says how many are not although the profile has them.
 
 Columns: model, benchmark (our task, or the paper's benchmark), stands_for, config, bits_per_loop, group_size,
 reference, coefficient, rotation, effective_bits (App. A.3: of the loops), model_bits (with the layers that are not
@@ -10,12 +10,13 @@ looped), n, correct, accuracy_pct, ci_low, ci_high (Wilson, 95 %), paper_pct, de
 group size, no rotation), p_vs_bf16; ``figure1_left`` begins with step and ends with p_vs_previous (the step above).
 
 ``p_*`` are exact McNemar tests on the same problems. A mean weighs each task equally; its interval combines the tasks'
-Wilson intervals (``stats.mean_interval``), its tests pool the discordant problems of all tasks.
+Wilson intervals (``stats.mean_interval``), its tests are z tests of the mean. A p below 1e-300 is written as that.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextvars import ContextVar
 from typing import TYPE_CHECKING
 
 from residualquant.config import KVQuantConfig
@@ -26,17 +27,18 @@ from residualquant.repro.cells import Cells, compute_cells, coverage, read_cells
 from residualquant.repro.labels import BF16, FAMILIES, LABELS, Line, direct_of, lines
 from residualquant.repro.profiles import Place, Profile, profile_of
 from residualquant.repro.records import Cell
-from residualquant.repro.stats import Pair, mean_interval, paired_test, wilson
+from residualquant.repro.stats import Pair, mean_interval, paired_test, rounded_p, wilson
 
 if TYPE_CHECKING:
     import pandas as pd
 
 NONE = float("nan")
 HEAD_DIM = {"ouro": 128, "huginn": 96}
+_WRITES = ContextVar("whether the table being made becomes a file, too", default=False)
 
 
 def accuracy_table(label: str, profile: str | Profile = "mini", compute: bool = False) -> pd.DataFrame:
-    """One of ``LABELS`` in the columns of the module's text, also written to ``data/<profile>/<label>.csv``.
+    """One of ``LABELS`` in the columns of the module's text.
 
     Raises:
         ValueError: not one of ``LABELS``.
@@ -58,7 +60,7 @@ def accuracy_table(label: str, profile: str | Profile = "mini", compute: bool = 
 
 
 def table2_mean(profile: str | Profile = "mini", compute: bool = False) -> pd.DataFrame:
-    """Table 2's means, in the same columns: of each family's four tasks, then of all eight; ``table2_mean.csv``.
+    """Table 2's means, in the same columns: of each family's four tasks, then of all eight.
 
     A mean is of all its tasks or absent.
 
@@ -78,16 +80,22 @@ def table2_mean(profile: str | Profile = "mini", compute: bool = False) -> pd.Da
     return write_table("table2_mean", rows, profile)
 
 
-def write_table(label: str, rows: Sequence[dict], profile: Profile) -> pd.DataFrame:
-    """The rows as a DataFrame, written to ``data/<profile>/<label>.csv`` (whole or not at all)."""
+def write_table(label: str, rows: Sequence[dict] | pd.DataFrame, profile: Profile) -> pd.DataFrame:
+    """The rows as a DataFrame, and as ``data/<profile>/<label>.csv`` where :func:`table` was told to write."""
     import pandas as pd
 
-    table = pd.DataFrame(rows)
+    made = pd.DataFrame(rows)
     for name in ("group_size", "n", "correct"):  # whole numbers, although some rows have none
-        if name in table:
-            table[name] = table[name].astype("Int64")
-    paths.write_atomic(paths.data_dir(profile.name) / f"{label}.csv", table.to_csv(index=False, lineterminator="\n"))
-    return table
+        if name in made:
+            made[name] = made[name].astype("Int64")
+    if _WRITES.get():
+        write_csv(label, made, profile)
+    return made
+
+
+def write_csv(label: str, made: pd.DataFrame, profile: Profile) -> None:
+    """Write ``data/<profile>/<label>.csv``, whole or not at all."""
+    paths.write_atomic(paths.data_dir(profile.name) / f"{label}.csv", made.to_csv(index=False, lineterminator="\n"))
 
 
 # ------------------------------------------------------------------------------------------------ rows
@@ -107,7 +115,7 @@ def _p(profile: Profile, cells: Cells, group: Sequence[Line], other: KVQuantConf
     config, places = group[0].config, [place_of(profile, line) for line in group]
     if other in (None, config) or any((*p, c) not in cells for p in places for c in (config, other)):
         return NONE
-    return float(f"{paired_test(*(pair_of(cells, place, config, other) for place in places)):.4g}")
+    return rounded_p(paired_test(*(pair_of(cells, place, config, other) for place in places)))
 
 
 def _row(profile: Profile, cells: Cells, group: Sequence[Line]) -> dict:
@@ -173,12 +181,15 @@ def _percent(fraction: float) -> float:
 # ------------------------------------------------------------------------------------------------ every label
 
 
-def table(label: str, profile: str | Profile = "mini", compute: bool = False) -> pd.DataFrame:
-    """The table of any label, also written to ``data/<profile>/<label>.csv``.
+def table(
+    label: str, profile: str | Profile = "mini", compute: bool = False, write: bool | None = None
+) -> pd.DataFrame:
+    """The table of any label.
 
     Args:
         label: one of ``TABLES``.
         compute: first compute what is missing; otherwise read what is kept, running no model.
+        write: also write ``data/<profile>/<label>.csv``; by default where it is computed.
 
     Raises:
         ValueError: an unknown label or profile.
@@ -186,15 +197,19 @@ def table(label: str, profile: str | Profile = "mini", compute: bool = False) ->
     """
     if label not in TABLES:
         raise ValueError(f"no table {label!r}; known: {', '.join(TABLES)}")
-    if label in LABELS:
-        return accuracy_table(label, profile, compute)
-    return _MAKERS[label](profile_of(profile), compute)
+    told = _WRITES.set(compute if write is None else write)
+    try:
+        if label in LABELS:
+            return accuracy_table(label, profile, compute)
+        return _MAKERS[label](profile_of(profile), compute)
+    finally:
+        _WRITES.reset(told)
 
 
 def _storage(profile: Profile, compute: bool) -> pd.DataFrame:
-    from residualquant.repro.storage import write_storage
+    from residualquant.repro.storage import storage_table
 
-    return write_storage(profile.name)
+    return write_table("storage", storage_table(), profile)
 
 
 def _claims(profile: Profile, compute: bool) -> pd.DataFrame:

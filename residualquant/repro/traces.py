@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from residualquant.errors import ResidualQuantError
+from residualquant.repro.markup import counted
 from residualquant.trace import collect
 
 if TYPE_CHECKING:
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 PAPER_LAYER, PAPER_HEAD = 3, 2  # counted from 1, Figures 2 and 5
 PAPER_PROBLEM = 3  # the fourth training problem
 TRACE_FILE = "kv_trace.safetensors"
+KEPT_IN = "mini"  # the profile with which the trace is committed: nothing of a profile enters it
 
 
 @dataclass(frozen=True)
@@ -104,18 +106,19 @@ def problem_tokens(model: LoopedModel, task: str, index: int, preceding: int = 0
 def describe_prompt(task: str, preceding: int) -> str:
     """ "training problem 4 of 'words' with its solution", and what stands before it."""
     text = f"training problem {PAPER_PROBLEM + 1} of {task!r} with its solution"
-    return text + (f", after the {preceding} problems before it" if preceding else "")
+    return text + (f", after the {counted(preceding, 'problem')} before it" if preceding else "")
 
 
 def kept_trace(profile: str) -> Trace:
-    """The trace kept in ``data/<profile>/kv_trace.safetensors``.
+    """The trace of the profile's own run, ``data/<profile>/kv_trace.safetensors``, else the one committed in ``mini``.
 
     Raises:
         ResidualQuantError: there is none, or it is damaged.
     """
     from residualquant.repro.paths import shipped_data_dir
 
-    return Trace.load(shipped_data_dir(profile, TRACE_FILE))
+    own = shipped_data_dir(profile, TRACE_FILE)
+    return Trace.load(own if own.is_file() else shipped_data_dir(KEPT_IN, TRACE_FILE))
 
 
 def figure_trace(
@@ -135,7 +138,7 @@ def figure_trace(
     does not depend on the machine.
 
     Args:
-        compute: run the model and write ``data/<profile>/kv_trace.safetensors``; otherwise read that file.
+        compute: run the model and write ``data/<profile>/kv_trace.safetensors``; otherwise :func:`kept_trace`.
 
     Raises:
         ResidualQuantError: the file is missing or damaged, or was made with other arguments (only without ``compute``).

@@ -33,6 +33,7 @@ from residualquant.repro.stats import (
     noninferiority,
     paired_difference,
     paired_test,
+    rounded_p,
     tost,
 )
 from residualquant.repro.tables import NONE, pair_of, place_of, write_table
@@ -96,11 +97,11 @@ def _ascending_against_descending() -> tuple[Comparison, ...]:
     )
 
 
-def _last_against(reference: str, kind: str) -> tuple[Comparison, ...]:
-    precisions = ("INT2 g=16", "INT2/4 g=32")
+def _last_against_others(**column: str) -> tuple[Comparison, ...]:
     return tuple(
-        Comparison("table3", _rotated(_RESIDUAL[p]), preset(p, reference=reference, rotation="optr_h"), kind)
-        for p in precisions
+        Comparison("table3", preset(p, **column), preset(p, reference=other, **column), kind)
+        for other, kind in (("previous", "not worse"), ("next", "not worse"), ("first", "better"))
+        for p in ("INT2 g=16", "INT2/4 g=32")
     )
 
 
@@ -162,14 +163,12 @@ CLAIMS = (
         ),
     ),
     Claim(
-        "7",
-        "The Last-loop reference is not worse than Previous and Next and better than First, with OptR-H (Table 3)",
-        (
-            *_last_against("previous", "not worse"),
-            *_last_against("next", "not worse"),
-            *_last_against("first", "better"),
-        ),
+        "7a",
+        "The Last-loop reference is not worse than Previous and Next and better than First, LS and OptR-H (Table 3)",
+        _last_against_others(rotation="optr_h"),
     ),
+    Claim("7b", "The same, LS and no rotation (Table 3)", _last_against_others()),
+    Claim("7c", "The same, unit coefficients (Table 3)", _last_against_others(coefficient="unit")),
     Claim(
         "8",
         "The full method at INT2/4 is not worse than BF16 (Table 2)",
@@ -189,7 +188,7 @@ CLAIMS = (
 
 
 def claims(profile: str | Profile = "mini", compute: bool = False) -> pd.DataFrame:
-    """Every claim, comparison by comparison and then as a whole; also written to ``data/<profile>/claims.csv``.
+    """Every claim, comparison by comparison and then as a whole.
 
     Columns: claim (its number), text, comparison, kind, tasks, n, unit, first, second, difference, ci_low, ci_high (95
     %: Agresti-Min for accuracies, bootstrap over problems in Table 1), test, p, p_holm, p_same (TOST, 3 points),
@@ -277,8 +276,8 @@ def _judge_accuracy(profile: Profile, cells: Cells, comparison: Comparison, want
         "ci_low": round(100 * low, 4),
         "ci_high": round(100 * high, 4),
         "test": name if better else f"non-inferiority, {100 * MARGIN:.0f} points",
-        "p": float(f"{equal if better else noninferiority(*pairs):.4g}"),
-        "p_same": float(f"{tost(*pairs):.4g}"),
+        "p": rounded_p(equal if better else noninferiority(*pairs)),
+        "p_same": rounded_p(tost(*pairs)),
         "paper_difference": round(sum(printed[0]) / len(printed[0]) - sum(printed[1]) / len(printed[1]), 4),
         "_says": not better or difference > 0,
         "_opposite": equal if difference < 0 else 1.0,
@@ -309,7 +308,7 @@ def _judge_nmse(profile: Profile, comparison: NmseComparison, compute: bool) -> 
         "ci_low": round(low, 4),
         "ci_high": round(high, 4),
         "test": "sign test",
-        "p": float(f"{p:.4g}"),
+        "p": rounded_p(p),
         "p_same": NONE,
         "paper_difference": round(paper["last"] - paper["first"], 4),
         "_says": says,
@@ -327,7 +326,7 @@ def _decide(judged: list[dict]) -> list[dict]:
     """The rows with p-values after Holm and verdicts; refutation needs 5 % divided by the number of comparisons."""
     for row, p in zip(judged, holm([row["p"] for row in judged])):
         says, opposite = row.pop("_says"), row.pop("_opposite")
-        row["p_holm"] = float(f"{p:.4g}")
+        row["p_holm"] = rounded_p(p)
         refuted = opposite < ALPHA / len(judged)
         row["verdict"] = REPRODUCED if p < ALPHA and says else REFUTED if refuted else UNDECIDED
     return judged
