@@ -16,7 +16,7 @@ def test_a_command_is_measured_in_an_empty_workspace(tmp_path, monkeypatch, caps
     kept = json.loads((tmp_path / "data" / "bench" / "bits.json").read_text())
     assert [f.name for f in tmp_path.rglob("*") if f.is_file()] == ["bits.json"]  # its own output lay elsewhere
     assert kept["command"] == "residualquant tables --profile smoke --only storage"
-    assert kept["cpu_seconds"] > 0.1 and 0.1 < kept["seconds"] < 300 and 50 < kept["peak_mib"] < 4000
+    assert kept["cpu_seconds"] > 0.1 and kept["seconds"] > 0.1 and 50 < kept["peak_mib"] < 4000
     assert kept["disk_mib"] == 0.0 and kept["provenance"]["cores"] >= 1
     assert runs.recorded("bits") == kept and "wrote data/bench/bits.json" in capsys.readouterr().out
 

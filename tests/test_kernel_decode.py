@@ -211,6 +211,13 @@ def test_many_tiles_on_cpu(cpu_library):
     assert worst_error(out, reference.bfloat16()) < 2 * TOLERANCE
 
 
+@pytest.mark.parametrize("loop", [0, 3])
+def test_a_pipeline_of_copies_that_land_late_on_cpu(cpu_library, loop):
+    """Three tiles a warp, its lanes one after another, each lane's copies landing when it waits for them."""
+    problem = Problem(preset("INT2/4 g=32", rotation="optr_h"), 128, [300], heads=1)
+    assert worst_error(run_on_cpu(cpu_library, problem, loop, 1, True), problem.reference(loop)) < TOLERANCE
+
+
 @pytest.mark.parametrize("architecture", ["sm_90", "sm_120"])
 def test_cuda_source_compiles(architecture, tmp_path):
     if compiler() is None:

@@ -99,7 +99,7 @@ INT = torch.int32
         ({"q": torch.zeros(2, 129, 64), "out": torch.zeros(2, 129, 64)}, "at most 128 query heads .* got 129"),
         ({"k": torch.zeros(2, 3, 64)}, "pages must be .* got"),
         ({"k": torch.zeros(2, 1, 64, device="meta")}, "k must be on .* got meta"),
-        ({"k": torch.zeros(2, 1, 128)[..., ::2]}, "k must be contiguous"),
+        ({"k": lambda x: x.repeat(1, 1, 2)[..., ::2]}, "k must be contiguous"),
         ({"v": torch.zeros(2, 1, 64, dtype=torch.float64)}, "v must be .* torch.float64"),
         ({"v": None}, "v must be a tensor, got None"),
         ({"pages": None}, "pages must be a tensor .* got None"),
@@ -133,7 +133,8 @@ def test_wrong_arguments(change, message):
     arguments |= {"block_table": table, "query_start": start, "seq_lens": lens, "max_queries": 2, "scale": 1.0}
     arguments |= dict(zip(("k_matrix", "v_matrix", "k_means"), turn))
     for name, x in change.items():
-        arguments[name] = x.to(DEVICE) if isinstance(x, torch.Tensor) and x.device.type != "meta" else x
+        here = isinstance(x, torch.Tensor) and x.device.type != "meta"
+        arguments[name] = x.to(DEVICE) if here else x(arguments[name]) if callable(x) else x
     with pytest.raises(ValueError, match=message):
         prefill_attention(**arguments)
 

@@ -389,6 +389,15 @@ def test_recalibration_for_other_weights_supersedes(engine, tmp_path):
     assert len(read_records(tmp_path / "r.jsonl").cells) == 1
 
 
+def test_memory_is_limited_for_the_torch_engine_alone(tmp_path):
+    given = (stand_ins.stand_in_model(), "words", CONFIGS, 3, tmp_path / "r.jsonl")
+    with pytest.raises(ValueError, match="memory_bytes is for engine 'torch', got 4096 with 'vllm'"):
+        evals_run.evaluate(*given, engine="vllm", memory_bytes=4096)
+    with pytest.raises(ValueError, match="memory_bytes must be at least 1, got 0"):
+        evals_run.evaluate(*given, memory_bytes=0)
+    assert not (tmp_path / "r.jsonl").exists()
+
+
 BAD = {
     "no problem": ([CONFIGS[0]], 0, {}, "n must be at least 1, got 0"),
     "no configuration": ([], 3, {}, "one or more configurations"),

@@ -22,7 +22,7 @@
 // products, 18 loads from shared memory, 73 copies and their addresses, 130 metadata, weights and softmax: 417, or 1.6 a
 // code; 806 fit at the roofline. 230 are on the integer pipe: 115 of the 200 clocks a tile has there.
 // Stage 3,648 bytes, 3 stages for each of 8 warps: 97 KiB a block with scratch, 2 blocks a multiprocessor at no more
-// than 128 registers. Measured, residual / anchor loop: 94 / 91 % of the copy bandwidth at 16k tokens and batch 32, 85 /
+// than 128 registers. Measured, residual / anchor loop: 92 / 89 % of the copy bandwidth at 16k tokens and batch 32, 83 /
 // 77 % at batch 8, where what a block does once takes a tenth of its time; ../NOTES.md has all versions.
 //
 // Grid: (splits * query head sets, KV heads, batch). A block takes one split of a sequence; each of its warps takes

@@ -104,8 +104,7 @@ def evaluate(
         rotations: for each configuration (by index) whose rotation is calibrated:
             ``{(group, layer, "k" or "v"): Rotation}``.
         max_new_tokens: the task's own limit when None.
-        max_rows, memory_bytes: most sequences decoded at once, and most memory for their caches; the engine's own
-            defaults when None.
+        max_rows, memory_bytes: most sequences decoded at once, most memory for caches; the engine's own when None.
         score: False leaves new answers unscored, for a machine without scorers; see :func:`score_records`.
         engine: "torch", or "vllm" for the paged cache of the serving plugin; their answers are different cells.
 
@@ -134,9 +133,7 @@ def evaluate(
         ]
         cells = [writer.start(identity, made) for identity in identities]
         _say_what_is_there(writer, cells, progress)
-        options = {"max_new_tokens": limit, "eos_ids": model.stop_ids, "progress": progress}
-        limits = {"max_rows": max_rows, "memory_bytes": memory_bytes}
-        options |= {name: limit for name, limit in limits.items() if limit is not None}
+        options = {"max_new_tokens": limit, "eos_ids": model.stop_ids, "max_rows": max_rows, "progress": progress}
         decoded = _decode_missing(iter_decode, model, chosen, prompts, configs, rotations, cells, writer, options)
         _take(decoded, score, task, {p.problem_id: p for p in chosen}, cells, writer)
         writer.finish(_superseded(writer, cells))
@@ -150,7 +147,7 @@ def _decoder(
     from residualquant import engine as torch_engine
 
     if engine == "torch":
-        return torch_engine.iter_decode, {}
+        return lambda *given, **options: torch_engine.iter_decode(*given, memory_bytes=memory_bytes, **options), {}
     if engine != "vllm":
         raise ValueError(f"unknown engine {engine!r}; known: torch, vllm")
     if memory_bytes is not None:
