@@ -588,3 +588,10 @@ def test_places_shared_by_values_are_named(name):
         check_tensors(shared.device, **{name: (shared, [[2, 4, 64]], (torch.float32,), 1)})
     apart = torch.zeros(4, 2, 65).transpose(0, 1)[..., :64]
     check_tensors(apart.device, **{name: (apart, [[2, 4, 64]], (torch.float32,), 1)})
+
+
+def test_means_without_a_rotation_are_named():
+    problem = Problem(preset("INT2/4 g=32"), 64, [5])
+    past = dataclasses.replace(problem.paged, k_means=torch.zeros(4, 2, 64))
+    with pytest.raises(ValueError, match="k_means go with a rotation, got them with rotation='none'"):
+        decode_attention(problem.q, problem.k, problem.v, past, 0, problem.scratch(1))

@@ -112,6 +112,8 @@ def check_packed(
     needed, number = ("no", 0) if cfg.rotation == "none" else ("both", 2)
     if len(given) != number:
         raise ValueError(f"rotation={cfg.rotation!r} needs {needed} matrices, got {[*given]}")
+    if k_means is not None and not given:
+        raise ValueError(f"k_means go with a rotation, got them with rotation={cfg.rotation!r}")
     if any(stride % 16 for stride in pages.stride()[:2]):
         raise ValueError(f"pages must start at multiples of 16 bytes, got strides {pages.stride()}")
     for name, tensor in {"pages": pages, **given}.items():
