@@ -19,6 +19,7 @@ from residualquant.bench import kernels as bench
 from residualquant.bench import write_timings
 from residualquant.config import KVQuantConfig, preset
 from residualquant.errors import ResidualQuantError
+from residualquant.kernels import build
 from residualquant.kernels.build import (
     compile_variant,
     compiler,
@@ -27,6 +28,7 @@ from residualquant.kernels.build import (
     start,
     variant_for,
 )
+from residualquant.kernels.checks import check_tensors
 from residualquant.kernels.decode_attention import (
     Past,
     choose_splits,
@@ -539,3 +541,57 @@ def test_benchmark_needs_a_gpu_and_writes_what_it_measured(tmp_path, monkeypatch
     ]
     assert write_timings(tmp_path / "kernels.csv", bench.Timing, rows).read_text().count("\n") == 1 + len(rows)
     assert [path.name for path in bench.draw_roofline(rows)] == ["kernels.png", "kernels.pdf"]
+
+
+def test_libraries_built_ahead_need_no_compiler(tmp_path, monkeypatch, capfd):
+    monkeypatch.setenv("RESIDUALQUANT_HOME", str(tmp_path))
+    monkeypatch.setattr(build, "compiler", lambda: None)
+    variant = variant_for(PageLayout(preset("INT2/4 g=32"), 128), 0)
+    build.load_variant.cache_clear()
+    assert "no nvcc" in build.load_variant(variant, "sm_90")
+    with pytest.raises(ResidualQuantError, match="there is no nvcc"):
+        build.main(["sm_90"])
+    path = build.library_path(variant, "sm_90")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    subprocess.run(["g++", "-shared", "-x", "c++", os.devnull, "-o", str(path)], check=True)
+    build.load_variant.cache_clear()
+    assert not isinstance(build.load_variant(variant, "sm_90"), str)
+    build.load_variant.cache_clear()
+
+
+def test_a_compiler_that_refuses_is_a_reason(tmp_path, monkeypatch):
+    monkeypatch.setenv("RESIDUALQUANT_HOME", str(tmp_path))
+    monkeypatch.setattr(build, "compiler", lambda: "/bin/false")
+    variant = variant_for(PageLayout(preset("INT2/4 g=32"), 128), 0)
+    build.load_variant.cache_clear()
+    assert "failed" in build.load_variant(variant, "sm_90")
+    build.load_variant.cache_clear()
+
+
+@pytest.mark.parametrize("name", ["sm_80", "90", "foo"])
+def test_architectures_that_cannot_be_built_are_named(name):
+    with pytest.raises(ResidualQuantError, match=f"sm_90 or newer.*{name}"):
+        build.main([name])
+
+
+def test_scratch_without_splits_is_named():
+    problem = Problem(preset("INT2/4 g=32"), 64, [5])
+    scratch = dataclasses.replace(problem.scratch(1), partial=torch.zeros(1, 2, 0, 64), lse=torch.zeros(1, 2, 0))
+    with pytest.raises(ValueError, match="at least one split, got 0"):
+        decode_attention(*problem.operands(0), scratch)
+
+
+@pytest.mark.parametrize("name", ["out", "pages", "staged"])
+def test_places_shared_by_values_are_named(name):
+    shared = torch.zeros(1, 4, 64).expand(2, -1, -1)
+    with pytest.raises(ValueError, match=r"place of its own.*\(0, 64, 1\)"):
+        check_tensors(shared.device, **{name: (shared, [[2, 4, 64]], (torch.float32,), 1)})
+    apart = torch.zeros(4, 2, 65).transpose(0, 1)[..., :64]
+    check_tensors(apart.device, **{name: (apart, [[2, 4, 64]], (torch.float32,), 1)})
+
+
+def test_means_without_a_rotation_are_named():
+    problem = Problem(preset("INT2/4 g=32"), 64, [5])
+    past = dataclasses.replace(problem.paged, k_means=torch.zeros(4, 2, 64))
+    with pytest.raises(ValueError, match="k_means go with a rotation, got them with rotation='none'"):
+        decode_attention(problem.q, problem.k, problem.v, past, 0, problem.scratch(1))

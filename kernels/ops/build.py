@@ -2,7 +2,8 @@
 
 A *variant* is one set of compile-time choices (head size, bits, group sizes, ...) and becomes one shared library with
 a C interface, so neither torch's ABI nor its extension builder is involved and a build takes seconds. Libraries lie in
-``build/kernels`` under a hash of the sources, the flags and the compiler; what is missing is compiled on first use.
+``build/kernels`` under a hash of the sources and the flags: those built ahead need no compiler, what is missing is
+compiled on first use.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import ctypes
 import dataclasses
 import hashlib
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -36,6 +38,7 @@ MOST_KINDS = 4
 WRITER_HEAD_DIMS = (64, 96, 128)
 WRITER_GROUPS = (16, 32, 64, 128)
 MOST_LOOPS = 16
+OLDEST = 90  # sm_90: the sources use its instructions
 
 
 class Compiled:
@@ -186,16 +189,11 @@ def compiler() -> str | None:
 
 def library_path(variant: Compiled, architecture: str) -> Path:
     """Where the library of ``variant`` for ``architecture`` ("sm_90") is kept."""
-    digest = hashlib.sha256(_compiler_version().encode())
+    digest = hashlib.sha256()
     for source in sources(variant.SOURCE):
         digest.update(source.read_bytes())
     digest.update(repr((variant.macros, architecture, FLAGS, variant.FLAGS)).encode())
     return kernels_dir() / f"{Path(variant.SOURCE).stem}_{architecture}_{digest.hexdigest()[:16]}.so"
-
-
-@lru_cache(maxsize=1)
-def _compiler_version() -> str:
-    return subprocess.run([compiler(), "--version"], capture_output=True, text=True, check=True).stdout
 
 
 def compile_variant(variant: Compiled, architecture: str, target: Path) -> str:
@@ -221,11 +219,14 @@ def compile_variant(variant: Compiled, architecture: str, target: Path) -> str:
 @lru_cache(maxsize=256)
 def load_variant(variant: Compiled, architecture: str) -> ctypes.CDLL | str:
     """The library of ``variant``, compiled if need be, or why there is none."""
-    if compiler() is None:
-        return "no nvcc to compile the CUDA kernels with"
     path = library_path(variant, architecture)
     if not path.exists():
-        compile_variant(variant, architecture, path)
+        if compiler() is None:
+            return "no nvcc to compile the CUDA kernels with"
+        try:
+            compile_variant(variant, architecture, path)
+        except ResidualQuantError as error:
+            return str(error)
     return ctypes.CDLL(str(path))
 
 
@@ -257,6 +258,10 @@ def main(architectures: list[str]) -> None:
         if not torch.cuda.is_available():
             raise ResidualQuantError("no GPU here: name the architectures, as in `make kernels ARCH=sm_90`")
         architectures = ["sm_{}{}".format(*torch.cuda.get_device_capability())]
+    for name in architectures:
+        number = re.fullmatch(r"sm_(\d+)[af]?", name)
+        if not number or int(number[1]) < OLDEST:
+            raise ResidualQuantError(f"architectures must be sm_{OLDEST} or newer (others use Triton), got {name!r}")
     variants = [*paper_variants(), *paper_writer_variants()]
     jobs = [(variant, architecture) for architecture in architectures for variant in variants]
 

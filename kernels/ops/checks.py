@@ -18,6 +18,7 @@ HEAD_DIMS = (64, 96, 128, 256)
 BITS = (0, 1, 2, 3, 4, 8)
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 OPTIONAL = ("k_matrix", "v_matrix", "k_means", "sanitised", "rotated")  # arguments that may be None
+WRITTEN = ("out", "pages", "staged")  # arguments that a kernel writes to and whose strides are free
 
 
 def sizes(name: str, tensor: Tensor, axes: str) -> list[int]:
@@ -39,7 +40,7 @@ def check_tensors(
 
     Raises:
         ValueError: the first that is no tensor (None passes for those in ``OPTIONAL``), of another shape or dtype, on
-            another device, or strided.
+            another device, or strided; or one to write to with places shared.
     """
     for name, (tensor, shapes, dtypes, dense) in expected.items():
         if tensor is None and name in OPTIONAL:
@@ -52,9 +53,21 @@ def check_tensors(
             raise ValueError(f"{name} must be {wanted}, got {shape} of {tensor.dtype}")
         if tensor.device != device:
             raise ValueError(f"{name} must be on {device}, as the others, got {tensor.device}")
+        if name in WRITTEN and _overlaps(tensor):
+            raise ValueError(f"{name} must have a place of its own for each value, got strides {tensor.stride()}")
         last = range(max(0, len(shape) - dense), len(shape))
         if tensor.numel() and any(shape[i] > 1 and tensor.stride(i) != math.prod(shape[i + 1 :]) for i in last):
             raise ValueError(f"{name} must be contiguous in its last {len(last)} axes, got strides {tensor.stride()}")
+
+
+def _overlaps(tensor: Tensor) -> bool:
+    """Whether two indices name one place, as in an expanded tensor."""
+    reach = 0
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape)):
+        if size > 1 and stride <= reach:
+            return True
+        reach += stride * (size - 1)
+    return False
 
 
 def check_packed(
@@ -99,6 +112,8 @@ def check_packed(
     needed, number = ("no", 0) if cfg.rotation == "none" else ("both", 2)
     if len(given) != number:
         raise ValueError(f"rotation={cfg.rotation!r} needs {needed} matrices, got {[*given]}")
+    if k_means is not None and not given:
+        raise ValueError(f"k_means go with a rotation, got them with rotation={cfg.rotation!r}")
     if any(stride % 16 for stride in pages.stride()[:2]):
         raise ValueError(f"pages must start at multiples of 16 bytes, got strides {pages.stride()}")
     for name, tensor in {"pages": pages, **given}.items():
@@ -122,7 +137,7 @@ def check_scale(scale: float) -> None:
     Raises:
         ValueError: it is no finite number.
     """
-    if not isinstance(scale, (int, float)) or not math.isfinite(scale):
+    if not isinstance(scale, (int, float)) or isinstance(scale, bool) or not math.isfinite(scale):
         raise ValueError(f"scale must be a finite number, got {scale!r}")
 
 

@@ -384,6 +384,8 @@ def _check(q, k, v, past, loop, scratch, scale, out, prefer) -> None:
     room, _, splits, _ = sizes("the scratch's partial", scratch.partial, "B, Hq, splits, D")
     if room < batch:
         raise ValueError(f"scratch must be for at least {batch} sequences, got {room}")
+    if not splits:
+        raise ValueError("scratch must have at least one split, got 0")
     check_tensors(
         q.device,
         q=(q, [[batch, query_heads, dim]], FLOATS, 1),
