@@ -36,6 +36,15 @@ def home(tmp_path, monkeypatch):
     return tmp_path
 
 
+def test_commands_ask_for_huge_pages_unless_told_otherwise(capsys, monkeypatch):
+    for own, expected in (("0", "0"), (None, "1")):
+        monkeypatch.setenv("THP_MEM_ALLOC_ENABLE", "0")
+        if own is None:
+            monkeypatch.delenv("THP_MEM_ALLOC_ENABLE")
+        assert call(capsys, "bits", "BF16")[0] == 0
+        assert os.environ["THP_MEM_ALLOC_ENABLE"] == expected
+
+
 def test_help_names_every_command_and_starts_quickly():
     environment = {**os.environ, "COLUMNS": "100"}
     command = [sys.executable, "-m", "residualquant.cli", "--help"]
