@@ -337,12 +337,55 @@ def test_other_scratch_is_named():
         ({"head_dim": "64"}, "head_dim must be an integer, got '64'"),
         ({"max_tokens": -1}, "max_tokens must be at least 0, got -1"),
         ({"splits": 0}, "splits must be at least 1, got 0"),
+        ({"device": "foo"}, "device must be the CPU or a CUDA GPU that is here, got 'foo'"),
+        ({"device": None}, "device must be .* got None"),
+        ({"device": 3}, "device must be .* got 3"),
+        ({"device": "meta"}, "device must be .* got 'meta'"),
+        ({"device": "cuda:99"}, "device must be .* got 'cuda:99'"),
     ],
 )
 def test_sizes_of_scratch_are_named(change, message):
     sizes = dict(batch=1, query_heads=2, kv_heads=2, head_dim=64, max_tokens=16, device="cpu", splits=None)
     with pytest.raises(ValueError, match=message):
         workspace(**{**sizes, **change})
+
+
+@pytest.mark.parametrize("splits", [None, 2])
+def test_scratch_on_a_gpu_that_is_not_here_is_named(monkeypatch, splits):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for device in ("cuda", torch.device("cuda", 0)):
+        with pytest.raises(ValueError, match="device must be the CPU or a CUDA GPU that is here, got .*cuda"):
+            workspace(1, 2, 2, 64, 16, device, splits)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"layout": None}, "layout must be a PageLayout, got None"),
+        ({"loop": 4}, "loop must be an integer from 0 to 3, got 4"),
+        ({"loop": -1}, "loop must be an integer from 0 to 3, got -1"),
+        ({"tokens": -5}, "tokens must be at least 0, got -5"),
+        ({"tokens": 1.5}, "tokens must be an integer, got 1.5"),
+        ({"query_heads": -1}, "query_heads must be at least 0, got -1"),
+        ({"kv_heads": None}, "kv_heads must be an integer, got None"),
+    ],
+)
+def test_what_has_no_cost_is_named(change, message):
+    arguments = dict(layout=PageLayout(preset("INT2/4 g=32"), 128), loop=0, tokens=1, query_heads=1, kv_heads=1)
+    with pytest.raises(ValueError, match=message):
+        decode_attention_cost(**{**arguments, **change})
+
+
+def test_the_slower_way_is_told_once_per_operation_and_reason():
+    build.warn_of_triton.cache_clear()
+    with pytest.warns(UserWarning) as told:
+        for operation in ("the writer", "decode attention", "the writer"):
+            for reason in ("no nvcc", "no nvcc", "bits must be 2 or 4"):
+                build.warn_of_triton(operation, reason)
+    texts = [str(warning.message) for warning in told]
+    assert len(texts) == 4 == len(set(texts))
+    assert texts[0] == "the writer runs by Triton, which is slower: no nvcc"
+    build.warn_of_triton.cache_clear()
 
 
 def test_no_past_is_the_current_token():

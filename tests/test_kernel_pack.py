@@ -1,6 +1,8 @@
 """The writer, byte for byte against the codec and the reference page writer (Triton's interpreter without a GPU)."""
 
 import dataclasses
+import warnings
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,6 +19,7 @@ from residualquant.kernels.build import (  # noqa: E402
     compile_variant,
     compiler,
     start,
+    warn_of_triton,
     writer_variant_for,
 )
 from residualquant.kernels.pack_kv import pack_kv, pack_kv_cost, pack_kv_reference  # noqa: E402
@@ -356,6 +359,34 @@ def test_cost_at_ouro_shape():
     states_read, matrices, slots = 2 * 4 * 64 * 16 * 128 * 2, 2 * 16 * 128 * 128 * 2, 64 * 8
     assert moved == states_read + matrices + slots + 2 * 64 * 16 * stored_bytes(layout.config, 128) == 3_551_744
     assert operations > 2 * 4 * 64 * 16 * 128 * 2 * 128
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"layout": None}, "layout must be a PageLayout, got None"),
+        ({"tokens": -64}, "tokens must be at least 0, got -64"),
+        ({"heads": 1.5}, "heads must be an integer, got 1.5"),
+        ({"state_bytes": -2}, "state_bytes must be at least 0, got -2"),
+    ],
+)
+def test_what_has_no_cost_is_named(change, message):
+    layout = PageLayout(preset("INT2/4 g=32", rotation="optr_h"), 128)
+    with pytest.raises(ValueError, match=message):
+        pack_kv_cost(**{**dict(layout=layout, tokens=64, heads=16), **change})
+
+
+@pytest.mark.parametrize(("place", "told"), [("cuda", 1), ("cpu", 0)])
+def test_a_writer_that_falls_back_on_a_gpu_says_why_once(monkeypatch, place, told):
+    call = SimpleNamespace(pages=SimpleNamespace(device=torch.device(place)))
+    monkeypatch.setattr(writer, "library_for", lambda call: "no nvcc to compile the CUDA kernels with")
+    warn_of_triton.cache_clear()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert writer._choose(call) is writer._choose(call) is None
+    expected = "the writer runs by Triton, which is slower: no nvcc to compile the CUDA kernels with"
+    assert [str(warning.message) for warning in caught] == [expected] * told
+    warn_of_triton.cache_clear()
 
 
 @pytest.mark.gpu

@@ -65,6 +65,7 @@ CASES = {  # layout, KV heads, query heads per KV head, past, present
     "next, chained": (PageLayout(KVQuantConfig(bits=(2, 3, 4), reference="next"), 64), 1, 2, [5], [2]),
     "direct, g=16": (PageLayout(KVQuantConfig(bits=(1, 8), group_size=16, reference="direct"), 64), 2, 3, [5], [4]),
     "unit, 0 bits": (PageLayout(KVQuantConfig(bits=(0, 2, 4), coefficient="unit"), 96), 1, 1, [3], [1]),
+    "D = 256": (PageLayout(preset("INT2/4 g=32", loops=2, rotation="optr_h"), 256), 1, 2, [37], [40]),
 }
 
 
@@ -153,11 +154,55 @@ def test_cost():
     assert operations == 4 * 16 * 128 * (16 * 1000 + 16 * 17 // 2)
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"layout": None}, "layout must be a PageLayout, got None"),
+        ({"loop": 4}, "loop must be an integer from 0 to 3, got 4"),
+        ({"queries": -1}, "queries must be at least 0, got -1"),
+        ({"past": -1}, "past must be at least 0, got -1"),
+        ({"past": 1.0}, "past must be an integer, got 1.0"),
+        ({"heads": -1}, "heads must be at least 0, got -1"),
+    ],
+)
+def test_what_has_no_cost_is_named(change, message):
+    layout = PageLayout(preset("INT2/4 g=32"), 128)
+    arguments = dict(layout=layout, loop=0, queries=16, past=1000, query_heads=16, heads=16)
+    with pytest.raises(ValueError, match=message):
+        prefill_attention_cost(**{**arguments, **change})
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("head_dim", [64, 96, 128])
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
 @pytest.mark.parametrize("reference", ["last", "direct", "previous"])
 def test_attention_on_a_gpu(reference, head_dim, dtype):
     layout = PageLayout(preset("INT2/4 g=32", reference=reference, rotation="hadamard"), head_dim)
     new = [70, 1, 130, 33]
     check(layout, 2, 2, [300, 17, 0, 64], new, dtype, loops=(0, 3), tolerance=4e-3 if dtype == torch.bfloat16 else 1e-3)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", [96, 128, 256])
+def test_graph_replay_is_eager_on_a_gpu(head_dim):
+    layout = PageLayout(preset("INT2/4 g=32", rotation="optr_h"), head_dim)
+    sizes = (layout, 2, 2, [300, 17, 0, 64], [70, 1, 130, 33], torch.bfloat16)
+    (q, k, v, pages, table, start, lens, turn), other = problem(*sizes), problem(*sizes, seed=1)
+    eager, replayed = (torch.full((4, *q.shape), torch.nan, dtype=q.dtype, device=DEVICE) for _ in range(2))
+
+    def step(outs):
+        for loop, out in enumerate(outs):
+            prefill_attention(out, q, k, v, pages, layout, loop, table, start, lens, 130, head_dim**-0.5, *turn)
+
+    step(eager)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step(replayed)
+    for given, new in zip((q, k, v, pages, table, *turn), (*other[:5], *other[7])):
+        given.copy_(new)
+    eager.fill_(torch.nan)
+    step(eager)
+    for _ in range(3):
+        replayed.fill_(torch.nan)
+        graph.replay()
+        assert eager.isfinite().all() and torch.equal(replayed, eager)

@@ -17,9 +17,10 @@ import shutil
 import subprocess
 import sys
 import time
+import warnings
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import ClassVar
 
@@ -236,6 +237,12 @@ def library_on(device: torch.device, variant: Compiled | str) -> ctypes.CDLL | s
     if major < 9:
         return f"it needs compute capability 9.0, got {major}.{minor}"
     return variant if isinstance(variant, str) else load_variant(variant, f"sm_{major}{minor}")
+
+
+@cache
+def warn_of_triton(operation: str, reason: str) -> None:
+    """Say, once per process, operation and reason, that the operation of the caller's caller runs by Triton."""
+    warnings.warn(f"{operation} runs by Triton, which is slower: {reason}", stacklevel=4)
 
 
 def start(library: ctypes.CDLL, operation: str, arguments: ctypes.Structure, stream: int) -> None:

@@ -25,6 +25,7 @@ no contraction into fused multiply-adds, IEEE division, and inner products summe
 
 from __future__ import annotations
 
+import ctypes
 from functools import lru_cache
 
 import torch
@@ -32,8 +33,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from residualquant.kernels.build import start
-from residualquant.kernels.checks import FLOATS, check_packed, check_slot_mapping, check_tensors, sizes
+from residualquant.kernels.build import start, warn_of_triton
+from residualquant.kernels.checks import (
+    FLOATS,
+    check_cost,
+    check_packed,
+    check_slot_mapping,
+    check_tensors,
+    sizes,
+)
 from residualquant.kernels.pack_kv_cuda import (
     WriterCall,
     choose_parts,
@@ -383,18 +391,28 @@ def pack_kv(
     if k.shape[1] == 0:
         return
     call = WriterCall(pages, layout, slots, k, v, k_matrix, v_matrix, k_means, group, sanitised, rotated)
-    library = library_for(call)
-    if isinstance(library, str):
+    library = _choose(call)
+    if library is None:
         _launch_triton(call)
     else:
         arguments = fill_arguments(call, processors(pages.device))
         start(library, "pack_kv", arguments, torch.cuda.current_stream(pages.device).cuda_stream)
 
 
+def _choose(call: WriterCall) -> ctypes.CDLL | None:
+    """The library of the CUDA kernel, or None for Triton, with a warning where that is on a GPU."""
+    found = library_for(call)
+    if not isinstance(found, str):
+        return found
+    if call.pages.device.type == "cuda":
+        warn_of_triton("the writer", found)
+    return None
+
+
 def _launch_triton(call: WriterCall) -> None:
     layout, cfg, words = call.layout, call.layout.config, call.pages.view(torch.int16)
     tokens, heads, head_dim = call.k.shape[1:]
-    options = tuned("pack_kv", words.device)
+    options = tuned("pack_kv", words.device, head_dim)
     width = triton.next_power_of_2(head_dim)
     blocks = triton.cdiv(tokens, options["BLOCK_T"])
     parts = choose_parts(cfg, blocks * heads * 2, processors(words.device))
@@ -460,7 +478,11 @@ def pack_kv_cost(layout: PageLayout, tokens: int, heads: int, state_bytes: int =
         tokens: new tokens (T).
         heads: KV heads (H).
         state_bytes: of one value of k and v.
+
+    Raises:
+        ValueError: no layout, or a count that is no integer or negative.
     """
+    check_cost(layout, tokens=tokens, heads=heads, state_bytes=state_bytes)
     cfg, head_dim = layout.config, layout.head_dim
     values = 2 * cfg.loops * tokens * heads * head_dim
     matrices = 2 * heads * head_dim**2 if cfg.rotation != "none" else 0

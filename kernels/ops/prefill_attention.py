@@ -27,6 +27,7 @@ from torch import Tensor
 from residualquant.errors import check_count
 from residualquant.kernels.checks import (
     FLOATS,
+    check_cost,
     check_packed,
     check_pages,
     check_query_heads,
@@ -252,7 +253,7 @@ def prefill_attention(
     if check_table and len(seq_lens):
         _check_table(block_table, query_start, seq_lens, len(q), max_queries, layout.page_tokens, len(pages))
     (heads, head_dim), repeat, words = k.shape[1:], q.shape[1] // k.shape[1], pages.view(torch.int16)
-    parameters = tuned("prefill_attention", pages.device)
+    parameters = tuned("prefill_attention", pages.device, head_dim)
     blocks = triton.cdiv(max_queries, parameters["BLOCK_M"] // repeat)
     if not blocks * len(seq_lens):
         return
@@ -292,7 +293,7 @@ def _check(
     check_device(q.device)
     check_packed(q.device, heads, layout, pages, k_matrix, v_matrix, k_means, group, loop)
     check_query_heads(query_heads, heads)
-    rows = tuned("prefill_attention", q.device)["BLOCK_M"]
+    rows = tuned("prefill_attention", q.device, layout.head_dim)["BLOCK_M"]
     if query_heads // heads > rows:
         raise ValueError(f"there may be at most {rows} query heads per KV head, got {query_heads // heads}")
     states, integers = [[tokens, heads, layout.head_dim]], (torch.int32,)
@@ -319,7 +320,12 @@ def prefill_attention_cost(
         past: packed tokens.
         query_heads, heads: Hq and H.
         state_bytes: of one value of q, k, v and out.
+
+    Raises:
+        ValueError: no layout, a loop that it has not, or a count that is no integer or negative.
     """
+    counts = dict(queries=queries, past=past, query_heads=query_heads, heads=heads, state_bytes=state_bytes)
+    check_cost(layout, loop, **counts)
     cfg, head_dim = layout.config, layout.head_dim
     packed = 2 * past * heads * sum(loop_bytes(cfg, read, head_dim) for read in loops_read(cfg, loop))
     states = 2 * queries * (query_heads + heads) * head_dim * state_bytes
