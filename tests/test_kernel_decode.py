@@ -354,7 +354,7 @@ def test_sizes_of_scratch_are_named(change, message):
 def test_scratch_on_a_gpu_that_is_not_here_is_named(monkeypatch, splits):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     for device in ("cuda", torch.device("cuda", 0)):
-        with pytest.raises(ValueError, match="device must be the CPU or a CUDA GPU that is here, got .*cuda"):
+        with pytest.raises(ValueError, match=r"device must be the CPU or a CUDA GPU that is here, got .*cuda"):
             workspace(1, 2, 2, 64, 16, device, splits)
 
 

@@ -14,6 +14,8 @@ from hypothesis import given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 
 from residualquant import KVQuantConfig, preset  # noqa: E402
+from residualquant.bench import kernels as bench  # noqa: E402
+from residualquant.errors import ResidualQuantError  # noqa: E402
 from residualquant.kernels import pack_kv as writer  # noqa: E402
 from residualquant.kernels.build import (  # noqa: E402
     compile_variant,
@@ -202,6 +204,10 @@ def check_rotated(layout, tokens, heads, dtype=torch.float32, shared=False):
         assert (z - exact).abs().max() < 1e-4
 
 
+def test_rotation_of_a_large_head():
+    check_rotated(PageLayout(preset("INT2/4 g=32", rotation="optr_h"), 256), tokens=5, heads=2)
+
+
 @pytest.mark.parametrize("shared", [False, True], ids=["a matrix per head", "one matrix"])
 def test_rotation_and_key_means(shared):
     check_rotated(layout_of(64, (2, 4), 32, "last", "ls", rotation="optr_h"), tokens=3, heads=2, shared=shared)
@@ -374,6 +380,30 @@ def test_what_has_no_cost_is_named(change, message):
     layout = PageLayout(preset("INT2/4 g=32", rotation="optr_h"), 128)
     with pytest.raises(ValueError, match=message):
         pack_kv_cost(**{**dict(layout=layout, tokens=64, heads=16), **change})
+
+
+@pytest.mark.parametrize("rotation", ["optr_h", "none"])
+def test_benchmark_gives_a_time_only_where_the_bytes_are_right(monkeypatch, rotation):
+    monkeypatch.setitem(bench.MODELS, "tiny", (2, 64))
+    monkeypatch.setattr(bench, "WRITER_LAYERS", 2)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "none")
+    launched = []
+    monkeypatch.setattr(
+        bench, "time_launches", lambda launches: launched.extend(x() for x in launches) or (2.0, 1.0, 3.0)
+    )
+    case = bench.WriterCase("tiny", rotation, 20, DEVICE)
+    row = bench.measure_writer(case)
+    assert (row.model, row.rotation, row.tokens, row.median_us, len(launched)) == ("tiny", rotation, 20, 2e6, 2)
+    assert row.moved_bytes == pack_kv_cost(case.layout, 20, 2)[0]
+
+    def spoil(pages, layout, slots, *rest, **more):
+        pack_kv(pages, layout, slots, *rest, **more)
+        pages[slots[0] // 16, 0, 0] ^= 1
+
+    monkeypatch.setattr(bench, "pack_kv", spoil)
+    with pytest.raises(ResidualQuantError, match="20 tokens of tiny: other bytes than the reference; no time given"):
+        bench.measure_writer(case)
+    assert len(launched) == 2
 
 
 @pytest.mark.parametrize(("place", "told"), [("cuda", 1), ("cpu", 0)])

@@ -7,6 +7,8 @@ triton = pytest.importorskip("triton")
 
 
 from residualquant import KVQuantConfig, preset  # noqa: E402
+from residualquant.bench import kernels as bench  # noqa: E402
+from residualquant.errors import ResidualQuantError  # noqa: E402
 from residualquant.kernels.pack_kv import pack_kv_reference  # noqa: E402
 from residualquant.kernels.prefill_attention import (  # noqa: E402
     prefill_attention,
@@ -170,6 +172,40 @@ def test_what_has_no_cost_is_named(change, message):
     arguments = dict(layout=layout, loop=0, queries=16, past=1000, query_heads=16, heads=16)
     with pytest.raises(ValueError, match=message):
         prefill_attention_cost(**{**arguments, **change})
+
+
+@pytest.mark.parametrize("past", [0, 37])
+def test_benchmark_gives_a_time_only_where_the_values_are_right(monkeypatch, past):
+    monkeypatch.setitem(bench.MODELS, "tiny", (2, 64))
+    for name, value in (("PREFILL_QUERIES", 5), ("TEMPLATE_PAGES", 4), ("CACHE_BYTES", 1)):
+        monkeypatch.setattr(bench, name, value)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "none")
+    launched = []
+    monkeypatch.setattr(
+        bench, "time_launches", lambda launches, *_: launched.extend(x() for x in launches) or (2.0, 1.0, 3.0)
+    )
+    case = bench.PrefillCase("tiny", past, DEVICE, torch.float32)
+    for operation, loop in bench.PREFILL_LOOPS.items():
+        row = bench.measure_prefill(case, operation, "way", 4.0)
+        moved, operations = prefill_attention_cost(case.layout, loop, 5, past, 2, 2)
+        assert (row.operation, row.queries, row.past, row.bf16_us, row.speedup) == (operation, 5, past, 4e6, 2.0)
+        assert (row.moved_bytes, row.operations, row.tflop_per_s) == (moved, operations, operations / 2e12)
+        assert row.error < 1e-3
+    assert len(launched) == 2
+    monkeypatch.setattr(bench, "prefill_attention", lambda out, *_: out[:-1].fill_(0))
+    with pytest.raises(ResidualQuantError, match=f"5 queries after {past} tokens is wrong by .*: no time given"):
+        bench.measure_prefill(case, "anchor loop", "way", 4.0)
+    assert len(launched) == 2
+
+
+@pytest.mark.parametrize("past", [0, 6])
+def test_bf16_attention_of_the_benchmark_is_causal_over_the_past(past):
+    q, k, v = (torch.randn(n, 2, 16) for n in (5, past + 5, past + 5))
+    scores = torch.einsum("qhd,thd->hqt", q, k) * 16**-0.5
+    weights = scores.masked_fill(torch.ones_like(scores[0], dtype=bool).triu(past + 1), -torch.inf).softmax(-1)
+    expected = torch.einsum("hqt,thd->qhd", weights, v)
+    ways = bench.prefill_ways(5, past, [torch.nn.attention.SDPBackend.MATH])
+    assert all(torch.allclose(way(q, k, v), expected, atol=1e-5) for way in ways.values()) and len(ways) == 1
 
 
 @pytest.mark.gpu

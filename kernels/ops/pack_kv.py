@@ -50,7 +50,7 @@ from residualquant.kernels.pack_kv_cuda import (
     head_stride,
     library_for,
 )
-from residualquant.kernels.triton_common import check_device, round_bf16, word_offsets
+from residualquant.kernels.triton_common import check_device, round_bf16, times_matrix, word_offsets
 from residualquant.kernels.tuning import tuned
 from residualquant.layout import PageLayout, stored_bytes
 from residualquant.pages import write_pages
@@ -135,7 +135,7 @@ def pack_kv_kernel(
             if ANCHORED and r == 0:
                 own = part == 0
             mine = stored & own
-            z = _take(following, rotation, sanitised, own, WARPS)
+            z = _take(following, rotation, sanitised, own, WARPS, D)
             following = _load_loop(x, inside, j + PARTS, loop_stride, RUNS, r)
             if rotated is not None:
                 at = (((is_v * LOOPS + loop) * tokens + token) * tl.num_programs(1) + head) * D
@@ -161,7 +161,7 @@ def _load_loop(x, inside, j, loop_stride, RUNS: tl.constexpr, r: tl.constexpr):
 
 
 @triton.jit
-def _take(x, rotation, sanitised, own, WARPS: tl.constexpr):
+def _take(x, rotation, sanitised, own, WARPS: tl.constexpr, D: tl.constexpr):
     """Z of fp32, fp16 or bf16 states: NaN as 0, clamped to +-65504, counted if own, and rotated by a matrix if any."""
     z = x.to(tl.float32)
     changed = tl.sum(tl.where(tl.abs(z) <= 65504.0, 0, 1))
@@ -170,7 +170,7 @@ def _take(x, rotation, sanitised, own, WARPS: tl.constexpr):
         if sanitised is not None:
             tl.atomic_add(sanitised, changed, mask=own)
     if rotation is not None:
-        z = _rotate(z, rotation, WARPS)
+        z = _rotate(z, rotation, WARPS, D)
     return z
 
 
@@ -190,22 +190,31 @@ def _load_matrix(matrix, matrix_of_v, is_v, D: tl.constexpr, W: tl.constexpr, WA
     """[W, W] matrix of D rows and columns, its columns so ordered that each warp computes contiguous channels.
 
     A matrix instruction gives each warp every WARPS-th strip of 8 columns; :func:`_rotate` names the channels again.
+    One of 256 columns is too large to keep: that is its address, and each product reads it.
     """
     if is_v > 0:
         matrix = matrix_of_v
-    row = tl.arange(0, W)
-    column = row // 8 % WARPS * (W // WARPS) + row // (8 * WARPS) * 8 + row % 8
-    inside = (row < D)[:, None] & (column < D)[None, :]
-    return tl.load(matrix + row[:, None] * D + column[None, :], mask=inside, other=0.0)
+    if W <= 128:
+        row = tl.arange(0, W)
+        column = row // 8 % WARPS * (W // WARPS) + row // (8 * WARPS) * 8 + row % 8
+        inside = (row < D)[:, None] & (column < D)[None, :]
+        rotation = tl.load(matrix + row[:, None] * D + column[None, :], mask=inside, other=0.0)
+    else:
+        rotation = matrix
+    return rotation
 
 
 @triton.jit
-def _rotate(x, rotation, WARPS: tl.constexpr):
+def _rotate(x, rotation, WARPS: tl.constexpr, D: tl.constexpr):
     """x T: FP16 products, summed in FP32, for a matrix from :func:`_load_matrix`."""
     T: tl.constexpr = x.shape[0]
     W: tl.constexpr = x.shape[1]
-    z = tl.reshape(tl.dot(x.to(tl.float16), rotation), [T, W // WARPS // 8, WARPS, 8])
-    return tl.reshape(tl.permute(z, (0, 2, 1, 3)), [T, W])
+    if W <= 128:
+        z = tl.reshape(tl.dot(x.to(tl.float16), rotation), [T, W // WARPS // 8, WARPS, 8])
+        z = tl.reshape(tl.permute(z, (0, 2, 1, 3)), [T, W])
+    else:
+        z = times_matrix(x, rotation, D, False)
+    return z
 
 
 @triton.jit

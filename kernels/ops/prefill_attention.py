@@ -37,7 +37,7 @@ from residualquant.kernels.checks import (
 )
 from residualquant.kernels.pack_kv import rotation_of
 from residualquant.kernels.pack_kv_cuda import head_stride
-from residualquant.kernels.triton_common import chain, check_device, rebuild
+from residualquant.kernels.triton_common import chain, check_device, rebuild, times_matrix
 from residualquant.kernels.tuning import tuned
 from residualquant.layout import PageLayout, loop_bytes, loops_read
 from residualquant.pages import read_pages
@@ -120,14 +120,14 @@ def prefill_attention_kernel(
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     if past > 0:
-        turned = _times_matrix(query, k_matrix, head * k_matrix_stride, D, False)
+        turned = _turn(query, k_matrix, head * k_matrix_stride, D, False)
         pages = words + head * page_head_stride
         table = block_table + sequence * table_stride
         largest, total, acc = _attend_past(
             turned, largest, total, acc, pages, table, past, exponent, k_means, head,
             block_stride, k_start, v_start, CHAIN, ALPHA, S, D, BLOCK_N,
         )  # fmt: skip
-        acc = _times_matrix(acc / total[:, None], v_matrix, head * v_matrix_stride, D, True) * total[:, None]
+        acc = _turn(acc / total[:, None], v_matrix, head * v_matrix_stride, D, True) * total[:, None]
     k += begin * k_token_stride + head * k_head_stride
     v += begin * v_token_stride + head * v_head_stride
     end = tl.minimum(first + BLOCK_M // R, queries)
@@ -140,16 +140,10 @@ def prefill_attention_kernel(
 
 
 @triton.jit
-def _times_matrix(x, matrix, begin, D: tl.constexpr, TRANSPOSED: tl.constexpr):
-    """x T or x T^T of rows [M, W], FP16 products summed in FP32; x where there is no matrix."""
-    W: tl.constexpr = x.shape[1]
+def _turn(x, matrix, begin, D: tl.constexpr, TRANSPOSED: tl.constexpr):
+    """x T or x T^T of rows [M, W] in FP32; x where there is no matrix."""
     if matrix is not None:
-        channel = tl.arange(0, W)
-        square = (channel < D)[:, None] & (channel < D)[None, :]
-        factor = tl.load(matrix + begin + channel[:, None] * D + channel[None, :], mask=square, other=0.0)
-        if TRANSPOSED:
-            factor = tl.trans(factor)
-        x = tl.dot(x.to(tl.float16), factor)
+        x = times_matrix(x, matrix + begin, D, TRANSPOSED)
     return x.to(tl.float32)
 
 

@@ -1,4 +1,4 @@
-"""Decode attention and the writer of packed pages on a GPU, beside the best BF16 attention there: ``make bench-gpu``.
+"""Decode attention, prefill and the writer of pages on a GPU, beside the best BF16 attention: ``make bench-gpu``.
 
 Expected before measuring: both are bound by memory, so packed attention takes its bytes (``decode_attention_cost``)
 over the copy bandwidth, and all four loops of INT2/4 g=32 at most 2.47 times less than BF16. The goals are 75 % of the
@@ -7,7 +7,7 @@ a chain (reference "next") read 1.3 times as much. The writer is to take at most
 
 Every timing has a cold second-level cache: a CUDA graph goes through as many disjoint sets of pages as make up several
 times that cache, and the time of a launch is a replay's over the number of launches. A time is only reported after the
-same launch, on poisoned output, agreed with the FP64 reference.
+same launch, on poisoned output, agreed with the reference: attention within a tolerance, the writer to the byte.
 """
 
 from __future__ import annotations
@@ -17,14 +17,16 @@ import itertools
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.bias import causal_lower_right
 
 from residualquant.bench import write_timings
 from residualquant.config import preset
@@ -36,13 +38,18 @@ from residualquant.kernels.decode_attention import (
     decode_attention_reference,
     workspace,
 )
-from residualquant.kernels.pack_kv import pack_kv, pack_kv_cost
+from residualquant.kernels.pack_kv import pack_kv, pack_kv_cost, pack_kv_reference
+from residualquant.kernels.prefill_attention import (
+    prefill_attention,
+    prefill_attention_cost,
+    prefill_attention_reference,
+)
 from residualquant.layout import PageLayout
 from residualquant.pages import allocate_pages, write_pages
 from residualquant.repro.paths import data_dir, figures_dir, show
 from residualquant.residual import encode
 from residualquant.rotation import Rotation
-from residualquant.vllm.flash_attention import flash_attention_ways
+from residualquant.vllm.flash_attention import flash_attention_prefill_ways, flash_attention_ways
 
 MODELS = {"Ouro-1.4B": (16, 128), "Huginn-0125": (55, 96)}  # KV heads, head dim; 4 loops in a group
 CONTEXTS = (2048, 4096, 8192, 16384, 32768, 65536)
@@ -52,7 +59,13 @@ LOOPS = {"residual loop": (0,), "anchor loop": (3,), "four loops": (0, 1, 2, 3)}
 OPERATIONS = {"last": tuple(LOOPS), "next": ("four loops",)}  # by what a loop is coded against
 WRITER_TOKENS = (1, 8, 64, 256, 2048, 8192)
 WRITER_LAYERS = 24  # as many launches a graph, each on its own states
+POISON = 0xA5  # of pages before the writer
+ROTATION_TOLERANCE = 1e-4  # of a rotated value, against FP64
+PREFILL_QUERIES = 2048
+PREFILL_PASTS = (0, 2048, 16384)
+PREFILL_LOOPS = {"residual loop": 0, "anchor loop": 3}
 TOLERANCE = 2e-3  # relative L2 per query and head, against FP64
+PREFILL_TOLERANCE = 4e-3  # of BF16 output, against FP32
 CACHE_BYTES = 256 * 2**20  # what one go through the page sets must read at least; an H200's cache has 60 MB
 MEMORY_BYTES = 100 * 2**30  # of pages or of BF16 states; larger cases are left out
 SECONDS, BF16_SECONDS = 0.08, 0.03  # of replays: for a row, for each BF16 way
@@ -107,6 +120,33 @@ class WriterTiming:
     p20_us: float
     p80_us: float
     tb_per_s: float
+
+
+@dataclass(frozen=True)
+class PrefillTiming:
+    """One row of data/h200/prefill.csv: a step of ``queries`` new tokens of one sequence, one loop; in microseconds.
+
+    ``bf16_us`` is the fastest causal BF16 attention over the same tokens, ``speedup`` over it.
+    """
+
+    gpu: str
+    torch: str
+    model: str
+    config: str
+    operation: str
+    queries: int
+    past: int
+    moved_bytes: int
+    operations: int
+    median_us: float
+    p20_us: float
+    p80_us: float
+    tb_per_s: float
+    tflop_per_s: float
+    error: float
+    bf16_way: str
+    bf16_us: float
+    speedup: float
 
 
 @dataclass(frozen=True)
@@ -188,7 +228,7 @@ class Case:
         smallest = decode_attention_cost(self.layout, 3, context * batch, self.heads, self.heads)[0]
         self.sets = max(1, math.ceil(CACHE_BYTES / smallest))
         count = self.sets * batch * per_sequence
-        self.pages = _repeat(self._template(draw), count, draw)
+        self.pages = _repeat(_template(self.layout, self.matrices, self.means, draw), count, draw)
         order = torch.randperm(count, generator=draw, device="cuda").int()
         self.tables = order.view(self.sets, batch, per_sequence)
         self.lengths = torch.full((batch,), context, dtype=torch.int32, device="cuda")
@@ -204,18 +244,6 @@ class Case:
         heads, head_dim = MODELS[model]
         packed = PageLayout(preset("INT2/4 g=32"), head_dim).page_bytes_per_head / 16
         return int(context * batch * heads * max(packed, 4 * head_dim))
-
-    def _template(self, draw: torch.Generator) -> Tensor:
-        tokens = TEMPLATE_PAGES * self.layout.page_tokens
-        pages = allocate_pages(self.layout, TEMPLATE_PAGES, self.heads, "cuda")
-        packed = []
-        for matrix, means in zip(self.matrices, (self.means, None)):
-            common, own = (
-                torch.randn(n, tokens, self.heads, self.head_dim, generator=draw, device="cuda") for n in (1, 4)
-            )
-            packed.append(encode(common + 0.3 * own, self.layout.config, Rotation(matrix, means)))
-        write_pages(pages, self.layout, torch.arange(tokens, device="cuda"), *packed)
-        return pages
 
     def past(self, which: int, rows: slice = slice(None)) -> Past:
         """One set of pages, of some sequences."""
@@ -249,14 +277,26 @@ class Case:
 
 
 def _orthogonal(heads: int, dim: int, draw: torch.Generator) -> Tensor:
-    return torch.linalg.qr(torch.randn(heads, dim, dim, generator=draw, device="cuda"))[0].half().contiguous()
+    return torch.linalg.qr(torch.randn(heads, dim, dim, generator=draw, device=draw.device))[0].half().contiguous()
+
+
+def _template(layout: PageLayout, matrices: list[Tensor], means: Tensor, draw: torch.Generator) -> Tensor:
+    """``TEMPLATE_PAGES`` pages of tokens whose loops resemble each other."""
+    tokens, (loops, heads, head_dim) = TEMPLATE_PAGES * layout.page_tokens, means.shape
+    pages = allocate_pages(layout, TEMPLATE_PAGES, heads, draw.device)
+    packed = []
+    for matrix, mean in zip(matrices, (means, None)):
+        common, own = (torch.randn(n, tokens, heads, head_dim, generator=draw, device=draw.device) for n in (1, loops))
+        packed.append(encode(common + 0.3 * own, layout.config, Rotation(matrix, mean)))
+    write_pages(pages, layout, torch.arange(tokens, device=draw.device), *packed)
+    return pages
 
 
 def _repeat(template: Tensor, count: int, draw: torch.Generator) -> Tensor:
     """``count`` pages, each a random one of ``template``'s, filled in pieces so that no large copy is made."""
     pages = template.new_empty(count, *template.shape[1:])
     for piece in pages.split(4096):
-        choice = torch.randint(len(template), (len(piece),), generator=draw, device="cuda")
+        choice = torch.randint(len(template), (len(piece),), generator=draw, device=draw.device)
         torch.index_select(template, 0, choice, out=piece)
     return pages
 
@@ -334,27 +374,82 @@ def measure_operation(case: Case, operation: str, copy: Copy, bf16_way: str, bf1
     )
 
 
-def measure_writer(model: str, rotation: str, tokens: int) -> WriterTiming:
-    """One row of the writer; that it writes the right bytes is tested elsewhere."""
-    heads, head_dim = MODELS[model]
-    layout = PageLayout(preset("INT2/4 g=32", rotation=rotation), head_dim)
-    draw = torch.Generator("cuda").manual_seed(0)
-    turn = (None, None, None)
-    if rotation != "none":
-        means = torch.randn(layout.config.loops, heads, head_dim, generator=draw, device="cuda")
-        turn = (*(_orthogonal(heads, head_dim, draw) for _ in "kv"), means)
-    shape = (2, layout.config.loops, tokens, heads, head_dim)
-    layers = [torch.randn(shape, generator=draw, device="cuda").bfloat16() for _ in range(WRITER_LAYERS)]
-    pages = allocate_pages(layout, tokens // layout.page_tokens + 1, heads, "cuda")
-    slots = torch.randperm(len(pages) * layout.page_tokens, device="cuda")[:tokens]
-    median, p20, p80 = time_launches([lambda kv=kv: pack_kv(pages, layout, slots, *kv, *turn) for kv in layers])
-    moved = pack_kv_cost(layout, tokens, heads)[0]
+class WriterCase:
+    """New tokens of ``WRITER_LAYERS`` layers and the pages of one.
+
+    Args:
+        model: a key of ``MODELS``.
+        rotation: "optr_h" or "none".
+        tokens: new ones.
+        device: where.
+    """
+
+    def __init__(self, model: str, rotation: str, tokens: int, device: str = "cuda"):
+        self.model, (heads, head_dim) = model, MODELS[model]
+        self.layout = PageLayout(preset("INT2/4 g=32", rotation=rotation), head_dim)
+        draw = torch.Generator(device).manual_seed(0)
+        self.turn = (None, None, None)
+        if rotation != "none":
+            means = torch.randn(self.layout.config.loops, heads, head_dim, generator=draw, device=device)
+            self.turn = (*(_orthogonal(heads, head_dim, draw) for _ in "kv"), means)
+        shape = (2, self.layout.config.loops, tokens, heads, head_dim)
+        self.layers = [torch.randn(shape, generator=draw, device=device).bfloat16() for _ in range(WRITER_LAYERS)]
+        self.pages = allocate_pages(self.layout, tokens // self.layout.page_tokens + 1, heads, device)
+        self.slots = torch.randperm(len(self.pages) * self.layout.page_tokens, generator=draw, device=device)[:tokens]
+
+    def launch(self, kv: Tensor, **more: Tensor) -> None:
+        """Write one layer's tokens."""
+        pack_kv(self.pages, self.layout, self.slots, *kv, *self.turn, **more)
+
+    def check(self) -> None:
+        """Compare what a launch on poisoned pages leaves with the reference, byte for byte.
+
+        A rotated value may round to either side of a tie, so the reference then codes the values that the same launch
+        rotated, which are compared with FP64.
+
+        Raises:
+            ResidualQuantError: a byte or a rotated value is wrong.
+        """
+        states, turn = self.layers[0], self.turn
+        self.launch_poisoned(states)
+        written = self.pages.clone()
+        if turn[0] is not None:
+            rotated = torch.full(states.shape, torch.nan, device=states.device)
+            self.launch_poisoned(states, rotated=rotated)
+            self._agree(torch.equal(self.pages, written), "other bytes where the rotated values are asked for")
+            for given, z, matrix in zip(states, rotated, turn):
+                for loop in range(len(given)):
+                    exact = torch.einsum("thd,hde->the", given[loop].half().double(), matrix.double())
+                    error = (z[loop] - exact).abs().max().item() if exact.numel() else 0.0
+                    self._agree(error < ROTATION_TOLERANCE, f"a rotated value wrong by {error}")
+            identity = torch.eye(self.layout.head_dim, dtype=torch.float16, device=states.device)
+            states, turn = rotated, (identity, identity, turn[2])
+        expected = self.pages.fill_(POISON)
+        pack_kv_reference(expected, self.layout, self.slots, *states, *turn)
+        self._agree(torch.equal(expected, written), "other bytes than the reference")
+
+    def launch_poisoned(self, kv: Tensor, **more: Tensor) -> None:
+        """The same, on pages of ``POISON``."""
+        self.pages.fill_(POISON)
+        self.launch(kv, **more)
+
+    def _agree(self, right: bool, what: str) -> None:
+        if not right:
+            raise ResidualQuantError(f"the writer of {len(self.slots)} tokens of {self.model}: {what}; no time given")
+
+
+def measure_writer(case: WriterCase) -> WriterTiming:
+    """One row of the writer, after a comparison with the reference."""
+    case.check()
+    median, p20, p80 = time_launches([lambda kv=kv: case.launch(kv) for kv in case.layers])
+    tokens, heads = len(case.slots), case.pages.shape[1]
+    moved = pack_kv_cost(case.layout, tokens, heads)[0]
     return WriterTiming(
         gpu=torch.cuda.get_device_name(),
         torch=torch.__version__,
-        model=model,
-        config=layout.config.label,
-        rotation=rotation,
+        model=case.model,
+        config=case.layout.config.label,
+        rotation=case.layout.config.rotation,
         tokens=tokens,
         moved_bytes=moved,
         median_us=median * 1e6,
@@ -364,7 +459,137 @@ def measure_writer(model: str, rotation: str, tokens: int) -> WriterTiming:
     )
 
 
-def run(quick: bool, prefer: str | None, models: list[str]) -> tuple[list[Timing], list[WriterTiming]]:
+class PrefillCase:
+    """A step of ``PREFILL_QUERIES`` new tokens of one sequence, in as many sets as the cache asks for.
+
+    Args:
+        model: a key of ``MODELS``.
+        past: packed tokens before them.
+        device: where.
+        dtype: of q, k, v and the output.
+    """
+
+    def __init__(self, model: str, past: int, device: str = "cuda", dtype: torch.dtype = torch.bfloat16):
+        self.model, (heads, head_dim) = model, MODELS[model]
+        self.past, self.queries = past, PREFILL_QUERIES
+        self.layout = PageLayout(preset("INT2/4 g=32", rotation="optr_h"), head_dim)
+        draw = torch.Generator(device).manual_seed(0)
+        matrices = [_orthogonal(heads, head_dim, draw) for _ in "kv"]
+        means = 0.1 * torch.randn(self.layout.config.loops, heads, head_dim, generator=draw, device=device)
+        self.turn = (*matrices, means)
+        sets = max(1, math.ceil(CACHE_BYTES / self.cost(PREFILL_LOOPS["anchor loop"])[0]))
+        width = max(1, -(-past // self.layout.page_tokens))
+        self.pages = _repeat(_template(self.layout, matrices, means, draw), sets * width, draw)
+        self.tables = torch.randperm(len(self.pages), generator=draw, device=device).int().view(sets, 1, width)
+        shape = (self.queries, heads, head_dim)
+        self.states = [
+            [torch.randn(shape, generator=draw, device=device).to(dtype) for _ in "qkv"] for _ in range(sets)
+        ]
+        self.start = torch.tensor([0, self.queries], dtype=torch.int32, device=device)
+        self.lens = torch.tensor([past + self.queries], dtype=torch.int32, device=device)
+        self.out = torch.empty_like(self.states[0][0])
+
+    def cost(self, loop: int) -> tuple[int, int]:
+        """Bytes and operations of a launch."""
+        heads = MODELS[self.model][0]
+        return prefill_attention_cost(self.layout, loop, self.queries, self.past, heads, heads)
+
+    def arguments(self, loop: int, which: int) -> tuple:
+        """What kernel and reference have in common, but the scale."""
+        return *self.states[which], self.pages, self.layout, loop, self.tables[which], self.start, self.lens
+
+    def launch(self, loop: int, which: int) -> None:
+        """One launch of the op on one set."""
+        scale = self.layout.head_dim**-0.5
+        prefill_attention(self.out, *self.arguments(loop, which), self.queries, scale, *self.turn)
+
+    def error(self, loop: int) -> float:
+        """Largest relative L2 error of a query and head, of output poisoned before.
+
+        Raises:
+            ResidualQuantError: it is above ``PREFILL_TOLERANCE``, or something was not written.
+        """
+        self.out.fill_(torch.nan)
+        self.launch(loop, 0)
+        expected = prefill_attention_reference(*self.arguments(loop, 0), self.layout.head_dim**-0.5, *self.turn)
+        error = ((self.out.float() - expected).norm(dim=-1) / expected.norm(dim=-1)).max().item()
+        if not error < PREFILL_TOLERANCE:
+            where = f"loop {loop} of {self.queries} queries after {self.past} tokens"
+            raise ResidualQuantError(f"prefill of {where} is wrong by {error}: no time given")
+        return error
+
+
+def best_bf16_prefill(case: PrefillCase) -> tuple[str, float]:
+    """The fastest causal BF16 attention of a step's tokens over the past and each other, and its median seconds."""
+    (heads, head_dim), total = MODELS[case.model], case.past + case.queries
+    states = [
+        [q, *(torch.empty(total, heads, head_dim, dtype=q.dtype, device=q.device).normal_() for _ in "kv")]
+        for q, _, _ in case.states
+    ]
+    backends = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
+    backends += [] if case.past else [SDPBackend.CUDNN_ATTENTION]  # it knows no causal mask that ends at the last token
+    ways = prefill_ways(case.queries, case.past, backends)
+    ways |= flash_attention_prefill_ways(case.queries, case.past)
+    times = {}
+    for name, way in ways.items():
+        try:
+            times[name] = time_launches([lambda way=way, qkv=qkv: way(*qkv) for qkv in states], BF16_SECONDS)[0]
+        except RuntimeError:  # this build of torch lacks the backend, or it refuses the shape
+            torch.cuda.synchronize()
+    return min(times.items(), key=lambda item: item[1])
+
+
+def prefill_ways(
+    queries: int, past: int, backends: Sequence[SDPBackend]
+) -> dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]]:
+    """torch's ways of causal attention of the last ``queries`` of ``past + queries`` tokens, by name.
+
+    Returns:
+        functions of q [T, H, D], k and v [past + T, H, D] that give [T, H, D].
+    """
+
+    def attend(backend: SDPBackend, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        mask = dict(attn_mask=causal_lower_right(queries, past + queries)) if past else dict(is_causal=True)
+        with sdpa_kernel(backend):
+            out = F.scaled_dot_product_attention(*(x.transpose(0, 1)[None] for x in (q, k, v)), **mask)
+        return out[0].transpose(0, 1)
+
+    return {f"sdpa {backend.name.lower()}": partial(attend, backend) for backend in backends}
+
+
+def measure_prefill(case: PrefillCase, operation: str, bf16_way: str, bf16_seconds: float) -> PrefillTiming:
+    """One row of prefill, after a comparison with the reference."""
+    loop = PREFILL_LOOPS[operation]
+    error = case.error(loop)
+    median, p20, p80 = time_launches(
+        [lambda which=which: case.launch(loop, which) for which in range(len(case.states))]
+    )
+    moved, operations = case.cost(loop)
+    return PrefillTiming(
+        gpu=torch.cuda.get_device_name(),
+        torch=torch.__version__,
+        model=case.model,
+        config=case.layout.config.label,
+        operation=operation,
+        queries=case.queries,
+        past=case.past,
+        moved_bytes=moved,
+        operations=operations,
+        median_us=median * 1e6,
+        p20_us=p20 * 1e6,
+        p80_us=p80 * 1e6,
+        tb_per_s=moved / median / 1e12,
+        tflop_per_s=operations / median / 1e12,
+        error=error,
+        bf16_way=bf16_way,
+        bf16_us=bf16_seconds * 1e6,
+        speedup=bf16_seconds / median,
+    )
+
+
+def run(
+    quick: bool, prefer: str | None, models: list[str]
+) -> tuple[list[Timing], list[WriterTiming], list[PrefillTiming]]:
     """All rows, printed as they come."""
     if not torch.cuda.is_available():
         raise ResidualQuantError("there is no GPU here: `make bench-gpu` needs one")
@@ -374,12 +599,25 @@ def run(quick: bool, prefer: str | None, models: list[str]) -> tuple[list[Timing
         f"copy bandwidth {copy.speed / 1e12:.2f} TB/s by {copy.way}"
     )
     grid = QUICK if quick else [(context, batch) for context in CONTEXTS for batch in BATCHES]
-    rows, writer_rows = [], []
+    rows, writer_rows, prefill_rows = [], [], []
     for model in models:
         for rotation, tokens in itertools.product(("optr_h", "none"), WRITER_TOKENS):
-            row = measure_writer(model, rotation, tokens)
+            row = measure_writer(WriterCase(model, rotation, tokens))
             print(f"{model:11s} writer, rotation {rotation:6s} {tokens:6d} tokens {row.median_us:9.1f} us a layer")
             writer_rows.append(row)
+        for past in PREFILL_PASTS:
+            case = PrefillCase(model, past)
+            best = best_bf16_prefill(case)
+            for operation in PREFILL_LOOPS:
+                row = measure_prefill(case, operation, *best)
+                print(
+                    f"{model:11s} prefill, {row.queries} after {past:5d} tokens, {operation:13s} "
+                    f"{row.median_us:9.1f} us, {row.tflop_per_s:5.1f} TFLOP/s, {row.speedup:5.2f}x {row.bf16_way}, error {row.error:.1e}",
+                    flush=True,
+                )
+                prefill_rows.append(row)
+            del case  # its memory, before the next
+            torch.cuda.empty_cache()
         for context, batch in grid:
             if (needed := Case.page_bytes(model, context, batch)) > MEMORY_BYTES:
                 print(f"{model:11s} {context:6d} x {batch:2d} left out: {needed / 2**30:.0f} GiB")
@@ -394,7 +632,7 @@ def run(quick: bool, prefer: str | None, models: list[str]) -> tuple[list[Timing
                 )
                 rows.append(row)
             torch.cuda.empty_cache()
-    return rows, writer_rows
+    return rows, writer_rows, prefill_rows
 
 
 def draw_roofline(rows: list[Timing]) -> list[Path]:
@@ -425,10 +663,11 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", choices=tuple(MODELS), default=None)
     arguments = parser.parse_args()
     models = arguments.models or (["Ouro-1.4B"] if arguments.quick else list(MODELS))
-    rows, writer_rows = run(arguments.quick, arguments.prefer, models)
+    rows, writer_rows, prefill_rows = run(arguments.quick, arguments.prefer, models)
     tables = [
         write_timings(data_dir("h200") / "kernels.csv", Timing, rows),
         write_timings(data_dir("h200") / "writer.csv", WriterTiming, writer_rows),
+        write_timings(data_dir("h200") / "prefill.csv", PrefillTiming, prefill_rows),
     ]
     print(f"wrote {', '.join(map(show, [*tables, *draw_roofline(rows)]))}")
 
