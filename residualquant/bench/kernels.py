@@ -612,7 +612,8 @@ def run(
                 row = measure_prefill(case, operation, *best)
                 print(
                     f"{model:11s} prefill, {row.queries} after {past:5d} tokens, {operation:13s} "
-                    f"{row.median_us:9.1f} us, {row.tflop_per_s:5.1f} TFLOP/s, {row.speedup:5.2f}x {row.bf16_way}, error {row.error:.1e}",
+                    f"{row.median_us:9.1f} us, {row.tflop_per_s:5.1f} TFLOP/s, {row.speedup:5.2f}x {row.bf16_way}, "
+                    f"error {row.error:.1e}",
                     flush=True,
                 )
                 prefill_rows.append(row)
