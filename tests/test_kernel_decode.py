@@ -19,7 +19,6 @@ from residualquant.bench import kernels as bench
 from residualquant.bench import write_timings
 from residualquant.config import KVQuantConfig, preset
 from residualquant.errors import ResidualQuantError
-from residualquant.kernels import build
 from residualquant.kernels.build import (
     compile_variant,
     compiler,
@@ -376,18 +375,6 @@ def test_what_has_no_cost_is_named(change, message):
         decode_attention_cost(**{**arguments, **change})
 
 
-def test_the_slower_way_is_told_once_per_operation_and_reason():
-    build.warn_of_triton.cache_clear()
-    with pytest.warns(UserWarning) as told:
-        for operation in ("the writer", "decode attention", "the writer"):
-            for reason in ("no nvcc", "no nvcc", "bits must be 2 or 4"):
-                build.warn_of_triton(operation, reason)
-    texts = [str(warning.message) for warning in told]
-    assert len(texts) == 4 == len(set(texts))
-    assert texts[0] == "the writer runs by Triton, which is slower: no nvcc"
-    build.warn_of_triton.cache_clear()
-
-
 def test_no_past_is_the_current_token():
     """Also with a table of no pages."""
     problem = Problem(preset("INT2/4 g=32", rotation="optr_h"), 64, [0, 0], queries_per_head=2)
@@ -584,37 +571,6 @@ def test_benchmark_needs_a_gpu_and_writes_what_it_measured(tmp_path, monkeypatch
     ]
     assert write_timings(tmp_path / "kernels.csv", bench.Timing, rows).read_text().count("\n") == 1 + len(rows)
     assert [path.name for path in bench.draw_roofline(rows)] == ["kernels.png", "kernels.pdf"]
-
-
-def test_libraries_built_ahead_need_no_compiler(tmp_path, monkeypatch, capfd):
-    monkeypatch.setenv("RESIDUALQUANT_HOME", str(tmp_path))
-    monkeypatch.setattr(build, "compiler", lambda: None)
-    variant = variant_for(PageLayout(preset("INT2/4 g=32"), 128), 0)
-    build.load_variant.cache_clear()
-    assert "no nvcc" in build.load_variant(variant, "sm_90")
-    with pytest.raises(ResidualQuantError, match="there is no nvcc"):
-        build.main(["sm_90"])
-    path = build.library_path(variant, "sm_90")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    subprocess.run(["g++", "-shared", "-x", "c++", os.devnull, "-o", str(path)], check=True)
-    build.load_variant.cache_clear()
-    assert not isinstance(build.load_variant(variant, "sm_90"), str)
-    build.load_variant.cache_clear()
-
-
-def test_a_compiler_that_refuses_is_a_reason(tmp_path, monkeypatch):
-    monkeypatch.setenv("RESIDUALQUANT_HOME", str(tmp_path))
-    monkeypatch.setattr(build, "compiler", lambda: "/bin/false")
-    variant = variant_for(PageLayout(preset("INT2/4 g=32"), 128), 0)
-    build.load_variant.cache_clear()
-    assert "failed" in build.load_variant(variant, "sm_90")
-    build.load_variant.cache_clear()
-
-
-@pytest.mark.parametrize("name", ["sm_80", "90", "foo"])
-def test_architectures_that_cannot_be_built_are_named(name):
-    with pytest.raises(ResidualQuantError, match=f"sm_90 or newer.*{name}"):
-        build.main([name])
 
 
 def test_scratch_without_splits_is_named():

@@ -7,7 +7,8 @@ triton = pytest.importorskip("triton")
 
 
 from residualquant import KVQuantConfig, preset  # noqa: E402
-from residualquant.bench import kernels as bench  # noqa: E402
+from residualquant.bench import gpu  # noqa: E402
+from residualquant.bench import prefill as bench  # noqa: E402
 from residualquant.errors import ResidualQuantError  # noqa: E402
 from residualquant.kernels.pack_kv import pack_kv_reference  # noqa: E402
 from residualquant.kernels.prefill_attention import (  # noqa: E402
@@ -177,7 +178,8 @@ def test_what_has_no_cost_is_named(change, message):
 @pytest.mark.parametrize("past", [0, 37])
 def test_benchmark_gives_a_time_only_where_the_values_are_right(monkeypatch, past):
     monkeypatch.setitem(bench.MODELS, "tiny", (2, 64))
-    for name, value in (("PREFILL_QUERIES", 5), ("TEMPLATE_PAGES", 4), ("CACHE_BYTES", 1)):
+    monkeypatch.setattr(gpu, "TEMPLATE_PAGES", 4)
+    for name, value in (("QUERIES", 5), ("CACHE_BYTES", 1)):
         monkeypatch.setattr(bench, name, value)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "none")
     launched = []
@@ -185,7 +187,7 @@ def test_benchmark_gives_a_time_only_where_the_values_are_right(monkeypatch, pas
         bench, "time_launches", lambda launches, *_: launched.extend(x() for x in launches) or (2.0, 1.0, 3.0)
     )
     case = bench.PrefillCase("tiny", past, DEVICE, torch.float32)
-    for operation, loop in bench.PREFILL_LOOPS.items():
+    for operation, loop in bench.LOOPS.items():
         row = bench.measure_prefill(case, operation, "way", 4.0)
         moved, operations = prefill_attention_cost(case.layout, loop, 5, past, 2, 2)
         assert (row.operation, row.queries, row.past, row.bf16_us, row.speedup) == (operation, 5, past, 4e6, 2.0)

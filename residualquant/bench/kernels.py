@@ -15,20 +15,27 @@ from __future__ import annotations
 import argparse
 import itertools
 import math
-import statistics
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.attention.bias import causal_lower_right
 
-from residualquant.bench import write_timings
+from residualquant.bench import prefill, write_timings
+from residualquant.bench.gpu import (
+    BF16_SECONDS,
+    CACHE_BYTES,
+    MODELS,
+    Copy,
+    copy_bandwidth,
+    orthogonal,
+    repeat_pages,
+    template_pages,
+    time_launches,
+)
 from residualquant.config import preset
 from residualquant.errors import ResidualQuantError
 from residualquant.kernels.decode_attention import (
@@ -39,19 +46,11 @@ from residualquant.kernels.decode_attention import (
     workspace,
 )
 from residualquant.kernels.pack_kv import pack_kv, pack_kv_cost, pack_kv_reference
-from residualquant.kernels.prefill_attention import (
-    prefill_attention,
-    prefill_attention_cost,
-    prefill_attention_reference,
-)
 from residualquant.layout import PageLayout
-from residualquant.pages import allocate_pages, write_pages
+from residualquant.pages import allocate_pages
 from residualquant.repro.paths import data_dir, figures_dir, show
-from residualquant.residual import encode
-from residualquant.rotation import Rotation
-from residualquant.vllm.flash_attention import flash_attention_prefill_ways, flash_attention_ways
+from residualquant.vllm.flash_attention import flash_attention_ways
 
-MODELS = {"Ouro-1.4B": (16, 128), "Huginn-0125": (55, 96)}  # KV heads, head dim; 4 loops in a group
 CONTEXTS = (2048, 4096, 8192, 16384, 32768, 65536)
 BATCHES = (1, 2, 4, 8, 16, 32, 64)
 QUICK = ((16384, 1), (16384, 8), (16384, 32), (4096, 64))
@@ -61,15 +60,8 @@ WRITER_TOKENS = (1, 8, 64, 256, 2048, 8192)
 WRITER_LAYERS = 24  # as many launches a graph, each on its own states
 POISON = 0xA5  # of pages before the writer
 ROTATION_TOLERANCE = 1e-4  # of a rotated value, against FP64
-PREFILL_QUERIES = 2048
-PREFILL_PASTS = (0, 2048, 16384)
-PREFILL_LOOPS = {"residual loop": 0, "anchor loop": 3}
 TOLERANCE = 2e-3  # relative L2 per query and head, against FP64
-PREFILL_TOLERANCE = 4e-3  # of BF16 output, against FP32
-CACHE_BYTES = 256 * 2**20  # what one go through the page sets must read at least; an H200's cache has 60 MB
 MEMORY_BYTES = 100 * 2**30  # of pages or of BF16 states; larger cases are left out
-SECONDS, BF16_SECONDS = 0.08, 0.03  # of replays: for a row, for each BF16 way
-TEMPLATE_PAGES = 256  # distinct pages that the others repeat
 
 
 @dataclass(frozen=True)
@@ -122,90 +114,6 @@ class WriterTiming:
     tb_per_s: float
 
 
-@dataclass(frozen=True)
-class PrefillTiming:
-    """One row of data/h200/prefill.csv: a step of ``queries`` new tokens of one sequence, one loop; in microseconds.
-
-    ``bf16_us`` is the fastest causal BF16 attention over the same tokens, ``speedup`` over it.
-    """
-
-    gpu: str
-    torch: str
-    model: str
-    config: str
-    operation: str
-    queries: int
-    past: int
-    moved_bytes: int
-    operations: int
-    median_us: float
-    p20_us: float
-    p80_us: float
-    tb_per_s: float
-    tflop_per_s: float
-    error: float
-    bf16_way: str
-    bf16_us: float
-    speedup: float
-
-
-@dataclass(frozen=True)
-class Copy:
-    """How bytes are copied fastest here, and how many are read and written in a second."""
-
-    way: str
-    speed: float
-
-
-def copy_bandwidth() -> Copy:
-    """The fastest way to copy 2 GiB within the device: the driver's, or a kernel that reads and writes every element.
-
-    The driver's copy is timed outside a graph, where it is slower.
-    """
-    source = torch.empty(2**29, dtype=torch.float32, device="cuda").normal_()
-    target = torch.empty_like(source)
-    ways = {
-        "cudaMemcpy": _time([lambda: target.copy_(source)], 0.25)[0],
-        "elementwise kernel": time_launches([lambda: torch.neg(source, out=target)])[0],
-    }
-    way = min(ways, key=ways.get)
-    return Copy(way, 2 * source.nbytes / ways[way])
-
-
-def time_launches(launches: list[Callable[[], object]], budget: float = SECONDS) -> tuple[float, float, float]:
-    """Median, 20th and 80th percentile of the seconds one launch takes, over replays of a graph of all of them."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for launch in launches:
-            launch()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for launch in launches:
-            launch()
-    graph.replay()
-    median, p20, p80 = _time([graph.replay], budget)
-    return median / len(launches), p20 / len(launches), p80 / len(launches)
-
-
-def _time(launches: list[Callable[[], object]], budget: float) -> tuple[float, float, float]:
-    """Median, 20th and 80th percentile of the seconds that all ``launches`` together take, by events around them."""
-    torch.cuda.synchronize()
-    seconds: list[float] = []
-    begun = time.perf_counter()
-    while len(seconds) < 5 or (time.perf_counter() - begun < budget and len(seconds) < 200):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in "se")
-        start.record()
-        for launch in launches:
-            launch()
-        end.record()
-        end.synchronize()
-        seconds.append(start.elapsed_time(end) / 1e3)
-    tenths = statistics.quantiles(seconds, n=10)
-    return statistics.median(seconds), tenths[1], tenths[7]
-
-
 class Case:
     """Packed pages of one layer for ``batch`` sequences of ``context`` tokens, in as many sets as the cache asks for.
 
@@ -221,14 +129,14 @@ class Case:
         self.context, self.batch, self.prefer = context, batch, prefer
         self.layout = PageLayout(preset("INT2/4 g=32", rotation="optr_h", reference=reference), self.head_dim)
         draw = torch.Generator("cuda").manual_seed(0)
-        self.matrices = [_orthogonal(self.heads, self.head_dim, draw) for _ in "kv"]
+        self.matrices = [orthogonal(self.heads, self.head_dim, draw) for _ in "kv"]
         means = torch.randn(4, self.heads, self.head_dim, generator=draw, device="cuda")
         self.means = 0.1 * means
         per_sequence = -(-context // self.layout.page_tokens)
         smallest = decode_attention_cost(self.layout, 3, context * batch, self.heads, self.heads)[0]
         self.sets = max(1, math.ceil(CACHE_BYTES / smallest))
         count = self.sets * batch * per_sequence
-        self.pages = _repeat(_template(self.layout, self.matrices, self.means, draw), count, draw)
+        self.pages = repeat_pages(template_pages(self.layout, self.matrices, self.means, draw), count, draw)
         order = torch.randperm(count, generator=draw, device="cuda").int()
         self.tables = order.view(self.sets, batch, per_sequence)
         self.lengths = torch.full((batch,), context, dtype=torch.int32, device="cuda")
@@ -274,31 +182,6 @@ class Case:
             raise ResidualQuantError(f"loop {loop} at {self.context} x {self.batch} is wrong by {error}: no time given")
         self.errors[loop] = error
         return error
-
-
-def _orthogonal(heads: int, dim: int, draw: torch.Generator) -> Tensor:
-    return torch.linalg.qr(torch.randn(heads, dim, dim, generator=draw, device=draw.device))[0].half().contiguous()
-
-
-def _template(layout: PageLayout, matrices: list[Tensor], means: Tensor, draw: torch.Generator) -> Tensor:
-    """``TEMPLATE_PAGES`` pages of tokens whose loops resemble each other."""
-    tokens, (loops, heads, head_dim) = TEMPLATE_PAGES * layout.page_tokens, means.shape
-    pages = allocate_pages(layout, TEMPLATE_PAGES, heads, draw.device)
-    packed = []
-    for matrix, mean in zip(matrices, (means, None)):
-        common, own = (torch.randn(n, tokens, heads, head_dim, generator=draw, device=draw.device) for n in (1, loops))
-        packed.append(encode(common + 0.3 * own, layout.config, Rotation(matrix, mean)))
-    write_pages(pages, layout, torch.arange(tokens, device=draw.device), *packed)
-    return pages
-
-
-def _repeat(template: Tensor, count: int, draw: torch.Generator) -> Tensor:
-    """``count`` pages, each a random one of ``template``'s, filled in pieces so that no large copy is made."""
-    pages = template.new_empty(count, *template.shape[1:])
-    for piece in pages.split(4096):
-        choice = torch.randint(len(template), (len(piece),), generator=draw, device=draw.device)
-        torch.index_select(template, 0, choice, out=piece)
-    return pages
 
 
 def best_bf16(heads: int, head_dim: int, context: int, batch: int) -> tuple[str, float]:
@@ -391,7 +274,7 @@ class WriterCase:
         self.turn = (None, None, None)
         if rotation != "none":
             means = torch.randn(self.layout.config.loops, heads, head_dim, generator=draw, device=device)
-            self.turn = (*(_orthogonal(heads, head_dim, draw) for _ in "kv"), means)
+            self.turn = (*(orthogonal(heads, head_dim, draw) for _ in "kv"), means)
         shape = (2, self.layout.config.loops, tokens, heads, head_dim)
         self.layers = [torch.randn(shape, generator=draw, device=device).bfloat16() for _ in range(WRITER_LAYERS)]
         self.pages = allocate_pages(self.layout, tokens // self.layout.page_tokens + 1, heads, device)
@@ -459,137 +342,9 @@ def measure_writer(case: WriterCase) -> WriterTiming:
     )
 
 
-class PrefillCase:
-    """A step of ``PREFILL_QUERIES`` new tokens of one sequence, in as many sets as the cache asks for.
-
-    Args:
-        model: a key of ``MODELS``.
-        past: packed tokens before them.
-        device: where.
-        dtype: of q, k, v and the output.
-    """
-
-    def __init__(self, model: str, past: int, device: str = "cuda", dtype: torch.dtype = torch.bfloat16):
-        self.model, (heads, head_dim) = model, MODELS[model]
-        self.past, self.queries = past, PREFILL_QUERIES
-        self.layout = PageLayout(preset("INT2/4 g=32", rotation="optr_h"), head_dim)
-        draw = torch.Generator(device).manual_seed(0)
-        matrices = [_orthogonal(heads, head_dim, draw) for _ in "kv"]
-        means = 0.1 * torch.randn(self.layout.config.loops, heads, head_dim, generator=draw, device=device)
-        self.turn = (*matrices, means)
-        sets = max(1, math.ceil(CACHE_BYTES / self.cost(PREFILL_LOOPS["anchor loop"])[0]))
-        width = max(1, -(-past // self.layout.page_tokens))
-        self.pages = _repeat(_template(self.layout, matrices, means, draw), sets * width, draw)
-        self.tables = torch.randperm(len(self.pages), generator=draw, device=device).int().view(sets, 1, width)
-        shape = (self.queries, heads, head_dim)
-        self.states = [
-            [torch.randn(shape, generator=draw, device=device).to(dtype) for _ in "qkv"] for _ in range(sets)
-        ]
-        self.start = torch.tensor([0, self.queries], dtype=torch.int32, device=device)
-        self.lens = torch.tensor([past + self.queries], dtype=torch.int32, device=device)
-        self.out = torch.empty_like(self.states[0][0])
-
-    def cost(self, loop: int) -> tuple[int, int]:
-        """Bytes and operations of a launch."""
-        heads = MODELS[self.model][0]
-        return prefill_attention_cost(self.layout, loop, self.queries, self.past, heads, heads)
-
-    def arguments(self, loop: int, which: int) -> tuple:
-        """What kernel and reference have in common, but the scale."""
-        return *self.states[which], self.pages, self.layout, loop, self.tables[which], self.start, self.lens
-
-    def launch(self, loop: int, which: int) -> None:
-        """One launch of the op on one set."""
-        scale = self.layout.head_dim**-0.5
-        prefill_attention(self.out, *self.arguments(loop, which), self.queries, scale, *self.turn)
-
-    def error(self, loop: int) -> float:
-        """Largest relative L2 error of a query and head, of output poisoned before.
-
-        Raises:
-            ResidualQuantError: it is above ``PREFILL_TOLERANCE``, or something was not written.
-        """
-        self.out.fill_(torch.nan)
-        self.launch(loop, 0)
-        expected = prefill_attention_reference(*self.arguments(loop, 0), self.layout.head_dim**-0.5, *self.turn)
-        error = ((self.out.float() - expected).norm(dim=-1) / expected.norm(dim=-1)).max().item()
-        if not error < PREFILL_TOLERANCE:
-            where = f"loop {loop} of {self.queries} queries after {self.past} tokens"
-            raise ResidualQuantError(f"prefill of {where} is wrong by {error}: no time given")
-        return error
-
-
-def best_bf16_prefill(case: PrefillCase) -> tuple[str, float]:
-    """The fastest causal BF16 attention of a step's tokens over the past and each other, and its median seconds."""
-    (heads, head_dim), total = MODELS[case.model], case.past + case.queries
-    states = [
-        [q, *(torch.empty(total, heads, head_dim, dtype=q.dtype, device=q.device).normal_() for _ in "kv")]
-        for q, _, _ in case.states
-    ]
-    backends = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
-    backends += [] if case.past else [SDPBackend.CUDNN_ATTENTION]  # it knows no causal mask that ends at the last token
-    ways = prefill_ways(case.queries, case.past, backends)
-    ways |= flash_attention_prefill_ways(case.queries, case.past)
-    times = {}
-    for name, way in ways.items():
-        try:
-            times[name] = time_launches([lambda way=way, qkv=qkv: way(*qkv) for qkv in states], BF16_SECONDS)[0]
-        except RuntimeError:  # this build of torch lacks the backend, or it refuses the shape
-            torch.cuda.synchronize()
-    return min(times.items(), key=lambda item: item[1])
-
-
-def prefill_ways(
-    queries: int, past: int, backends: Sequence[SDPBackend]
-) -> dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]]:
-    """torch's ways of causal attention of the last ``queries`` of ``past + queries`` tokens, by name.
-
-    Returns:
-        functions of q [T, H, D], k and v [past + T, H, D] that give [T, H, D].
-    """
-
-    def attend(backend: SDPBackend, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        mask = dict(attn_mask=causal_lower_right(queries, past + queries)) if past else dict(is_causal=True)
-        with sdpa_kernel(backend):
-            out = F.scaled_dot_product_attention(*(x.transpose(0, 1)[None] for x in (q, k, v)), **mask)
-        return out[0].transpose(0, 1)
-
-    return {f"sdpa {backend.name.lower()}": partial(attend, backend) for backend in backends}
-
-
-def measure_prefill(case: PrefillCase, operation: str, bf16_way: str, bf16_seconds: float) -> PrefillTiming:
-    """One row of prefill, after a comparison with the reference."""
-    loop = PREFILL_LOOPS[operation]
-    error = case.error(loop)
-    median, p20, p80 = time_launches(
-        [lambda which=which: case.launch(loop, which) for which in range(len(case.states))]
-    )
-    moved, operations = case.cost(loop)
-    return PrefillTiming(
-        gpu=torch.cuda.get_device_name(),
-        torch=torch.__version__,
-        model=case.model,
-        config=case.layout.config.label,
-        operation=operation,
-        queries=case.queries,
-        past=case.past,
-        moved_bytes=moved,
-        operations=operations,
-        median_us=median * 1e6,
-        p20_us=p20 * 1e6,
-        p80_us=p80 * 1e6,
-        tb_per_s=moved / median / 1e12,
-        tflop_per_s=operations / median / 1e12,
-        error=error,
-        bf16_way=bf16_way,
-        bf16_us=bf16_seconds * 1e6,
-        speedup=bf16_seconds / median,
-    )
-
-
 def run(
     quick: bool, prefer: str | None, models: list[str]
-) -> tuple[list[Timing], list[WriterTiming], list[PrefillTiming]]:
+) -> tuple[list[Timing], list[WriterTiming], list[prefill.PrefillTiming]]:
     """All rows, printed as they come."""
     if not torch.cuda.is_available():
         raise ResidualQuantError("there is no GPU here: `make bench-gpu` needs one")
@@ -605,20 +360,14 @@ def run(
             row = measure_writer(WriterCase(model, rotation, tokens))
             print(f"{model:11s} writer, rotation {rotation:6s} {tokens:6d} tokens {row.median_us:9.1f} us a layer")
             writer_rows.append(row)
-        for past in PREFILL_PASTS:
-            case = PrefillCase(model, past)
-            best = best_bf16_prefill(case)
-            for operation in PREFILL_LOOPS:
-                row = measure_prefill(case, operation, *best)
-                print(
-                    f"{model:11s} prefill, {row.queries} after {past:5d} tokens, {operation:13s} "
-                    f"{row.median_us:9.1f} us, {row.tflop_per_s:5.1f} TFLOP/s, {row.speedup:5.2f}x {row.bf16_way}, "
-                    f"error {row.error:.1e}",
-                    flush=True,
-                )
-                prefill_rows.append(row)
-            del case  # its memory, before the next
-            torch.cuda.empty_cache()
+        for row in prefill.measure(model):
+            print(
+                f"{model:11s} prefill, {row.queries} after {row.past:5d} tokens, {row.operation:13s} "
+                f"{row.median_us:9.1f} us, {row.tflop_per_s:5.1f} TFLOP/s, {row.speedup:5.2f}x {row.bf16_way}, "
+                f"error {row.error:.1e}",
+                flush=True,
+            )
+            prefill_rows.append(row)
         for context, batch in grid:
             if (needed := Case.page_bytes(model, context, batch)) > MEMORY_BYTES:
                 print(f"{model:11s} {context:6d} x {batch:2d} left out: {needed / 2**30:.0f} GiB")
@@ -668,7 +417,7 @@ def main() -> None:
     tables = [
         write_timings(data_dir("h200") / "kernels.csv", Timing, rows),
         write_timings(data_dir("h200") / "writer.csv", WriterTiming, writer_rows),
-        write_timings(data_dir("h200") / "prefill.csv", PrefillTiming, prefill_rows),
+        write_timings(data_dir("h200") / "prefill.csv", prefill.PrefillTiming, prefill_rows),
     ]
     print(f"wrote {', '.join(map(show, [*tables, *draw_roofline(rows)]))}")
 
