@@ -245,7 +245,8 @@ def draw_residual(journey: Journey, loop: int = 1) -> Picture:
         ValueError: the anchor, or no such loop.
     """
     if loop - 1 not in journey.others:
-        raise ValueError(f"loop must be one of {[r + 1 for r in journey.others]}, got {loop}")
+        why = " (the anchor)" if loop - 1 in range(len(journey.x)) else ""
+        raise ValueError(f"loop must be one of {[r + 1 for r in journey.others]}, got {loop}{why}")
     r, head_dim = loop - 1, journey.x.shape[-1]
     reference, channels = journey.config.reference_of(r), range(head_dim)
     with house_style():

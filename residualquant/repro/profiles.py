@@ -177,7 +177,7 @@ PROFILES = {
             "full",
             {"ouro": _sizes(800, 400), "huginn": _sizes(400, 400)},
             device="cuda",
-            cost="some fifteen minutes on one H200, a process per checkpoint",
+            cost="twenty to twenty-five minutes on one H200, four processes at once",
         ),
         Profile(
             "paper",

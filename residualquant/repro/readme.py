@@ -34,17 +34,41 @@ def accuracy_block(label: str) -> str:
         mean = table("table2_mean", profile) if label == "table2" else None
         sizes = " to ".join(str(n) for n in sorted({found["n"].min(), found["n"].max()}))
         about = f"n = {sizes} problems a cell; 95 % intervals and paired tests in `data/{profile}/{label}.csv`."
-        return "\n\n".join(filter(None, (about, found.attrs["note"], markdown(summary(label, found, mean)))))
+        laid_out = summary(label, found, mean)
+        shown = _in_parts(laid_out) if label == "table2" else markdown(laid_out)
+        return "\n\n".join(filter(None, (about, found.attrs["note"], shown)))
 
     return _of_each((COMMITTED[-1], *COMMITTED[:-1]), of, once=True)
 
 
-def analysis_block(label: str) -> str:
-    """Table 1 or a part of Figure 3, of the largest profile measured."""
+def _in_parts(laid_out: pd.DataFrame) -> str:
+    """Table 2, too wide for a page, as the means and, folded away, the tasks of each family."""
+    from residualquant.repro.layouts import markdown
+
+    means = [name for name in laid_out if name.startswith("mean, ")]
+    names = [name for name in laid_out if "," not in name]
+    parts = [markdown(laid_out[[*names, *means]]), "<details>\n<summary><b>The tasks one by one</b></summary>"]
+    for family in ("Ouro", "Huginn"):
+        tasks = {name: name.removesuffix(f", {family}") for name in laid_out if name.endswith(f", {family}")}
+        tasks.pop(f"mean, {family}", None)
+        parts += [f"{family}-shaped:", markdown(laid_out[[*names, *tasks]].rename(columns=tasks))]
+    return "\n\n".join([*parts, "</details>"])
+
+
+def table1_block() -> str:
+    """Table 1 as the paper lays it out, of the largest profile measured; the paper's in brackets."""
     from residualquant.repro.layouts import markdown
     from residualquant.repro.tables import table
 
-    return _of_each((COMMITTED[-1], *COMMITTED[:-1]), lambda profile: markdown(table(label, profile)), once=True)
+    def of(profile: str) -> str:
+        rows = table("table1", profile)
+        shown = [f"{ours:.2f} ({paper:.2f})" for ours, paper in zip(rows.nmse_x1000, rows.paper_nmse_x1000)]
+        wide = rows.assign(shown=shown).pivot(index="loop", columns="reference", values="shown").reset_index()
+        wide = wide.rename(columns={"loop": "Loop", "first": "First loop", "last": "Last loop"})
+        about = f"n = {rows.n.min()} problems; 95 % intervals in `data/{profile}/table1.csv`."
+        return f"{about}\n\n{markdown(wide)}"
+
+    return _of_each((COMMITTED[-1], *COMMITTED[:-1]), of, once=True)
 
 
 def claims_block() -> str:
@@ -152,7 +176,17 @@ def profiles_block() -> str:
                 "Measured on": machine,
             }
         )
-    return markdown(pd.DataFrame(rows))
+    told = (
+        "Model time is that of calibrating and decoding (`data/<profile>/records/timing.csv`), the processes of a "
+        "split run together."
+    )
+    table = _without_empty(pd.DataFrame(rows))
+    return f"{markdown(table)}\n\n{told}" if "Model time" in table else markdown(table)
+
+
+def _without_empty(table: pd.DataFrame) -> pd.DataFrame:
+    """``table`` without the columns in which nothing was measured."""
+    return table.loc[:, table.ne("–").any()]
 
 
 def runs_block() -> str:
@@ -175,7 +209,7 @@ def runs_block() -> str:
         }
         for took in measured
     ]
-    return markdown(pd.DataFrame(rows))
+    return markdown(_without_empty(pd.DataFrame(rows)))
 
 
 def _duration(seconds: float | None) -> str:
@@ -230,7 +264,7 @@ def _of_each(profiles: Sequence[str], make: Callable[[str], str], once: bool = F
 
 BLOCKS: dict[str, Callable[[], str]] = {
     **{label: partial(accuracy_block, label) for label in ("table2", "table3", "table4", "table5", "table8")},
-    "table1": partial(analysis_block, "table1"),
+    "table1": table1_block,
     "conclusions": conclusions_block,
     "claims": claims_block,
     "profiles": profiles_block,
