@@ -135,10 +135,10 @@ bench-cpu: $(READY)  ## Encode and decode throughput and peak memory on this CPU
 bench-runs: $(READY)  ## Time, memory and disk of smoke, tables, figures, report and calibration (ARGS=smoke: that one)
 	$(PY) -m residualquant.bench.runs $(ARGS)
 
-kernels: $(READY)  ## Compile the CUDA kernels ahead of time, for the GPU here (ARCH="sm_90 sm_120": for those)
+kernels: $(READY)  ## Compile the CUDA kernels for the GPU here (ARCH="sm_90 sm_120": for those), sm_90 or newer; older GPUs take Triton
 	$(PY) -m residualquant.kernels.build $(ARCH)
 
-bench-gpu: $(READY)  ## Decode attention over packed pages beside BF16 on this GPU (ARGS=--quick: in a minute)
+bench-gpu: $(READY)  ## Decode attention, prefill and writer beside BF16 on this GPU (ARGS=--quick: in a minute)
 	$(PY) -m residualquant.bench.kernels $(ARGS)
 
 readme: $(READY)  ## Fill README's generated blocks from the committed records

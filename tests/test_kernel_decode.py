@@ -19,7 +19,6 @@ from residualquant.bench import kernels as bench
 from residualquant.bench import write_timings
 from residualquant.config import KVQuantConfig, preset
 from residualquant.errors import ResidualQuantError
-from residualquant.kernels import build
 from residualquant.kernels.build import (
     compile_variant,
     compiler,
@@ -337,12 +336,43 @@ def test_other_scratch_is_named():
         ({"head_dim": "64"}, "head_dim must be an integer, got '64'"),
         ({"max_tokens": -1}, "max_tokens must be at least 0, got -1"),
         ({"splits": 0}, "splits must be at least 1, got 0"),
+        ({"device": "foo"}, "device must be the CPU or a CUDA GPU that is here, got 'foo'"),
+        ({"device": None}, "device must be .* got None"),
+        ({"device": 3}, "device must be .* got 3"),
+        ({"device": "meta"}, "device must be .* got 'meta'"),
+        ({"device": "cuda:99"}, "device must be .* got 'cuda:99'"),
     ],
 )
 def test_sizes_of_scratch_are_named(change, message):
     sizes = dict(batch=1, query_heads=2, kv_heads=2, head_dim=64, max_tokens=16, device="cpu", splits=None)
     with pytest.raises(ValueError, match=message):
         workspace(**{**sizes, **change})
+
+
+@pytest.mark.parametrize("splits", [None, 2])
+def test_scratch_on_a_gpu_that_is_not_here_is_named(monkeypatch, splits):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for device in ("cuda", torch.device("cuda", 0)):
+        with pytest.raises(ValueError, match=r"device must be the CPU or a CUDA GPU that is here, got .*cuda"):
+            workspace(1, 2, 2, 64, 16, device, splits)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"layout": None}, "layout must be a PageLayout, got None"),
+        ({"loop": 4}, "loop must be an integer from 0 to 3, got 4"),
+        ({"loop": -1}, "loop must be an integer from 0 to 3, got -1"),
+        ({"tokens": -5}, "tokens must be at least 0, got -5"),
+        ({"tokens": 1.5}, "tokens must be an integer, got 1.5"),
+        ({"query_heads": -1}, "query_heads must be at least 0, got -1"),
+        ({"kv_heads": None}, "kv_heads must be an integer, got None"),
+    ],
+)
+def test_what_has_no_cost_is_named(change, message):
+    arguments = dict(layout=PageLayout(preset("INT2/4 g=32"), 128), loop=0, tokens=1, query_heads=1, kv_heads=1)
+    with pytest.raises(ValueError, match=message):
+        decode_attention_cost(**{**arguments, **change})
 
 
 def test_no_past_is_the_current_token():
@@ -541,37 +571,6 @@ def test_benchmark_needs_a_gpu_and_writes_what_it_measured(tmp_path, monkeypatch
     ]
     assert write_timings(tmp_path / "kernels.csv", bench.Timing, rows).read_text().count("\n") == 1 + len(rows)
     assert [path.name for path in bench.draw_roofline(rows)] == ["kernels.png", "kernels.pdf"]
-
-
-def test_libraries_built_ahead_need_no_compiler(tmp_path, monkeypatch, capfd):
-    monkeypatch.setenv("RESIDUALQUANT_HOME", str(tmp_path))
-    monkeypatch.setattr(build, "compiler", lambda: None)
-    variant = variant_for(PageLayout(preset("INT2/4 g=32"), 128), 0)
-    build.load_variant.cache_clear()
-    assert "no nvcc" in build.load_variant(variant, "sm_90")
-    with pytest.raises(ResidualQuantError, match="there is no nvcc"):
-        build.main(["sm_90"])
-    path = build.library_path(variant, "sm_90")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    subprocess.run(["g++", "-shared", "-x", "c++", os.devnull, "-o", str(path)], check=True)
-    build.load_variant.cache_clear()
-    assert not isinstance(build.load_variant(variant, "sm_90"), str)
-    build.load_variant.cache_clear()
-
-
-def test_a_compiler_that_refuses_is_a_reason(tmp_path, monkeypatch):
-    monkeypatch.setenv("RESIDUALQUANT_HOME", str(tmp_path))
-    monkeypatch.setattr(build, "compiler", lambda: "/bin/false")
-    variant = variant_for(PageLayout(preset("INT2/4 g=32"), 128), 0)
-    build.load_variant.cache_clear()
-    assert "failed" in build.load_variant(variant, "sm_90")
-    build.load_variant.cache_clear()
-
-
-@pytest.mark.parametrize("name", ["sm_80", "90", "foo"])
-def test_architectures_that_cannot_be_built_are_named(name):
-    with pytest.raises(ResidualQuantError, match=f"sm_90 or newer.*{name}"):
-        build.main([name])
 
 
 def test_scratch_without_splits_is_named():

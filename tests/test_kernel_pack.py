@@ -1,6 +1,8 @@
 """The writer, byte for byte against the codec and the reference page writer (Triton's interpreter without a GPU)."""
 
 import dataclasses
+import warnings
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,11 +14,14 @@ from hypothesis import given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 
 from residualquant import KVQuantConfig, preset  # noqa: E402
+from residualquant.bench import kernels as bench  # noqa: E402
+from residualquant.errors import ResidualQuantError  # noqa: E402
 from residualquant.kernels import pack_kv as writer  # noqa: E402
 from residualquant.kernels.build import (  # noqa: E402
     compile_variant,
     compiler,
     start,
+    warn_of_triton,
     writer_variant_for,
 )
 from residualquant.kernels.pack_kv import pack_kv, pack_kv_cost, pack_kv_reference  # noqa: E402
@@ -199,6 +204,10 @@ def check_rotated(layout, tokens, heads, dtype=torch.float32, shared=False):
         assert (z - exact).abs().max() < 1e-4
 
 
+def test_rotation_of_a_large_head():
+    check_rotated(PageLayout(preset("INT2/4 g=32", rotation="optr_h"), 256), tokens=5, heads=2)
+
+
 @pytest.mark.parametrize("shared", [False, True], ids=["a matrix per head", "one matrix"])
 def test_rotation_and_key_means(shared):
     check_rotated(layout_of(64, (2, 4), 32, "last", "ls", rotation="optr_h"), tokens=3, heads=2, shared=shared)
@@ -356,6 +365,58 @@ def test_cost_at_ouro_shape():
     states_read, matrices, slots = 2 * 4 * 64 * 16 * 128 * 2, 2 * 16 * 128 * 128 * 2, 64 * 8
     assert moved == states_read + matrices + slots + 2 * 64 * 16 * stored_bytes(layout.config, 128) == 3_551_744
     assert operations > 2 * 4 * 64 * 16 * 128 * 2 * 128
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"layout": None}, "layout must be a PageLayout, got None"),
+        ({"tokens": -64}, "tokens must be at least 0, got -64"),
+        ({"heads": 1.5}, "heads must be an integer, got 1.5"),
+        ({"state_bytes": -2}, "state_bytes must be at least 0, got -2"),
+    ],
+)
+def test_what_has_no_cost_is_named(change, message):
+    layout = PageLayout(preset("INT2/4 g=32", rotation="optr_h"), 128)
+    with pytest.raises(ValueError, match=message):
+        pack_kv_cost(**{**dict(layout=layout, tokens=64, heads=16), **change})
+
+
+@pytest.mark.parametrize("rotation", ["optr_h", "none"])
+def test_benchmark_gives_a_time_only_where_the_bytes_are_right(monkeypatch, rotation):
+    monkeypatch.setitem(bench.MODELS, "tiny", (2, 64))
+    monkeypatch.setattr(bench, "WRITER_LAYERS", 2)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "none")
+    launched = []
+    monkeypatch.setattr(
+        bench, "time_launches", lambda launches: launched.extend(x() for x in launches) or (2.0, 1.0, 3.0)
+    )
+    case = bench.WriterCase("tiny", rotation, 20, DEVICE)
+    row = bench.measure_writer(case)
+    assert (row.model, row.rotation, row.tokens, row.median_us, len(launched)) == ("tiny", rotation, 20, 2e6, 2)
+    assert row.moved_bytes == pack_kv_cost(case.layout, 20, 2)[0]
+
+    def spoil(pages, layout, slots, *rest, **more):
+        pack_kv(pages, layout, slots, *rest, **more)
+        pages[slots[0] // 16, 0, 0] ^= 1
+
+    monkeypatch.setattr(bench, "pack_kv", spoil)
+    with pytest.raises(ResidualQuantError, match="20 tokens of tiny: other bytes than the reference; no time given"):
+        bench.measure_writer(case)
+    assert len(launched) == 2
+
+
+@pytest.mark.parametrize(("place", "told"), [("cuda", 1), ("cpu", 0)])
+def test_a_writer_that_falls_back_on_a_gpu_says_why_once(monkeypatch, place, told):
+    call = SimpleNamespace(pages=SimpleNamespace(device=torch.device(place)))
+    monkeypatch.setattr(writer, "library_for", lambda call: "no nvcc to compile the CUDA kernels with")
+    warn_of_triton.cache_clear()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert writer._choose(call) is writer._choose(call) is None
+    expected = "the writer runs by Triton, which is slower: no nvcc to compile the CUDA kernels with"
+    assert [str(warning.message) for warning in caught] == [expected] * told
+    warn_of_triton.cache_clear()
 
 
 @pytest.mark.gpu

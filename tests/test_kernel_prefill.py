@@ -7,6 +7,9 @@ triton = pytest.importorskip("triton")
 
 
 from residualquant import KVQuantConfig, preset  # noqa: E402
+from residualquant.bench import gpu  # noqa: E402
+from residualquant.bench import prefill as bench  # noqa: E402
+from residualquant.errors import ResidualQuantError  # noqa: E402
 from residualquant.kernels.pack_kv import pack_kv_reference  # noqa: E402
 from residualquant.kernels.prefill_attention import (  # noqa: E402
     prefill_attention,
@@ -65,6 +68,7 @@ CASES = {  # layout, KV heads, query heads per KV head, past, present
     "next, chained": (PageLayout(KVQuantConfig(bits=(2, 3, 4), reference="next"), 64), 1, 2, [5], [2]),
     "direct, g=16": (PageLayout(KVQuantConfig(bits=(1, 8), group_size=16, reference="direct"), 64), 2, 3, [5], [4]),
     "unit, 0 bits": (PageLayout(KVQuantConfig(bits=(0, 2, 4), coefficient="unit"), 96), 1, 1, [3], [1]),
+    "D = 256": (PageLayout(preset("INT2/4 g=32", loops=2, rotation="optr_h"), 256), 1, 2, [37], [40]),
 }
 
 
@@ -153,11 +157,90 @@ def test_cost():
     assert operations == 4 * 16 * 128 * (16 * 1000 + 16 * 17 // 2)
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"layout": None}, "layout must be a PageLayout, got None"),
+        ({"loop": 4}, "loop must be an integer from 0 to 3, got 4"),
+        ({"queries": -1}, "queries must be at least 0, got -1"),
+        ({"past": -1}, "past must be at least 0, got -1"),
+        ({"past": 1.0}, "past must be an integer, got 1.0"),
+        ({"heads": -1}, "heads must be at least 0, got -1"),
+    ],
+)
+def test_what_has_no_cost_is_named(change, message):
+    layout = PageLayout(preset("INT2/4 g=32"), 128)
+    arguments = dict(layout=layout, loop=0, queries=16, past=1000, query_heads=16, heads=16)
+    with pytest.raises(ValueError, match=message):
+        prefill_attention_cost(**{**arguments, **change})
+
+
+@pytest.mark.parametrize("past", [0, 37])
+def test_benchmark_gives_a_time_only_where_the_values_are_right(monkeypatch, past):
+    monkeypatch.setitem(bench.MODELS, "tiny", (2, 64))
+    monkeypatch.setattr(gpu, "TEMPLATE_PAGES", 4)
+    for name, value in (("QUERIES", 5), ("CACHE_BYTES", 1)):
+        monkeypatch.setattr(bench, name, value)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "none")
+    launched = []
+    monkeypatch.setattr(
+        bench, "time_launches", lambda launches, *_: launched.extend(x() for x in launches) or (2.0, 1.0, 3.0)
+    )
+    case = bench.PrefillCase("tiny", past, DEVICE, torch.float32)
+    for operation, loop in bench.LOOPS.items():
+        row = bench.measure_prefill(case, operation, "way", 4.0)
+        moved, operations = prefill_attention_cost(case.layout, loop, 5, past, 2, 2)
+        assert (row.operation, row.queries, row.past, row.bf16_us, row.speedup) == (operation, 5, past, 4e6, 2.0)
+        assert (row.moved_bytes, row.operations, row.tflop_per_s) == (moved, operations, operations / 2e12)
+        assert row.error < 1e-3
+    assert len(launched) == 2
+    monkeypatch.setattr(bench, "prefill_attention", lambda out, *_: out[:-1].fill_(0))
+    with pytest.raises(ResidualQuantError, match=f"5 queries after {past} tokens is wrong by .*: no time given"):
+        bench.measure_prefill(case, "anchor loop", "way", 4.0)
+    assert len(launched) == 2
+
+
+@pytest.mark.parametrize("past", [0, 6])
+def test_bf16_attention_of_the_benchmark_is_causal_over_the_past(past):
+    q, k, v = (torch.randn(n, 2, 16) for n in (5, past + 5, past + 5))
+    scores = torch.einsum("qhd,thd->hqt", q, k) * 16**-0.5
+    weights = scores.masked_fill(torch.ones_like(scores[0], dtype=bool).triu(past + 1), -torch.inf).softmax(-1)
+    expected = torch.einsum("hqt,thd->qhd", weights, v)
+    ways = bench.prefill_ways(5, past, [torch.nn.attention.SDPBackend.MATH])
+    assert all(torch.allclose(way(q, k, v), expected, atol=1e-5) for way in ways.values()) and len(ways) == 1
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("head_dim", [64, 96, 128])
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
 @pytest.mark.parametrize("reference", ["last", "direct", "previous"])
 def test_attention_on_a_gpu(reference, head_dim, dtype):
     layout = PageLayout(preset("INT2/4 g=32", reference=reference, rotation="hadamard"), head_dim)
     new = [70, 1, 130, 33]
     check(layout, 2, 2, [300, 17, 0, 64], new, dtype, loops=(0, 3), tolerance=4e-3 if dtype == torch.bfloat16 else 1e-3)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", [96, 128, 256])
+def test_graph_replay_is_eager_on_a_gpu(head_dim):
+    layout = PageLayout(preset("INT2/4 g=32", rotation="optr_h"), head_dim)
+    sizes = (layout, 2, 2, [300, 17, 0, 64], [70, 1, 130, 33], torch.bfloat16)
+    (q, k, v, pages, table, start, lens, turn), other = problem(*sizes), problem(*sizes, seed=1)
+    eager, replayed = (torch.full((4, *q.shape), torch.nan, dtype=q.dtype, device=DEVICE) for _ in range(2))
+
+    def step(outs):
+        for loop, out in enumerate(outs):
+            prefill_attention(out, q, k, v, pages, layout, loop, table, start, lens, 130, head_dim**-0.5, *turn)
+
+    step(eager)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step(replayed)
+    for given, new in zip((q, k, v, pages, table, *turn), (*other[:5], *other[7])):
+        given.copy_(new)
+    eager.fill_(torch.nan)
+    step(eager)
+    for _ in range(3):
+        replayed.fill_(torch.nan)
+        graph.replay()
+        assert eager.isfinite().all() and torch.equal(replayed, eager)

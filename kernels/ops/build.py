@@ -17,9 +17,10 @@ import shutil
 import subprocess
 import sys
 import time
+import warnings
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import ClassVar
 
@@ -38,7 +39,7 @@ MOST_KINDS = 4
 WRITER_HEAD_DIMS = (64, 96, 128)
 WRITER_GROUPS = (16, 32, 64, 128)
 MOST_LOOPS = 16
-OLDEST = 90  # sm_90: the sources use its instructions
+OLDEST = 90  # FP8 conversion needs sm_89, bulk prefetch sm_90
 
 
 class Compiled:
@@ -238,6 +239,12 @@ def library_on(device: torch.device, variant: Compiled | str) -> ctypes.CDLL | s
     return variant if isinstance(variant, str) else load_variant(variant, f"sm_{major}{minor}")
 
 
+@cache
+def warn_of_triton(operation: str, reason: str) -> None:
+    """Say, once per process, operation and reason, that the operation of the caller's caller runs by Triton."""
+    warnings.warn(f"{operation} runs by Triton, which is slower: {reason}", stacklevel=4)
+
+
 def start(library: ctypes.CDLL, operation: str, arguments: ctypes.Structure, stream: int) -> None:
     """Start the kernel ``operation`` of ``library`` on ``stream``.
 
@@ -261,7 +268,9 @@ def main(architectures: list[str]) -> None:
     for name in architectures:
         number = re.fullmatch(r"sm_(\d+)[af]?", name)
         if not number or int(number[1]) < OLDEST:
-            raise ResidualQuantError(f"architectures must be sm_{OLDEST} or newer (others use Triton), got {name!r}")
+            raise ResidualQuantError(
+                f"CUDA kernels need sm_{OLDEST} or newer (older GPUs take Triton's, unbuilt), got {name!r}"
+            )
     variants = [*paper_variants(), *paper_writer_variants()]
     jobs = [(variant, architecture) for architecture in architectures for variant in variants]
 

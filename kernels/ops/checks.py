@@ -11,7 +11,7 @@ import math
 import torch
 from torch import Tensor
 
-from residualquant.errors import check_type
+from residualquant.errors import check_count, check_type
 from residualquant.layout import PageLayout
 
 HEAD_DIMS = (64, 96, 128, 256)
@@ -95,9 +95,8 @@ def check_packed(
         raise ValueError(f"bits must be among {', '.join(map(str, BITS))}, got {cfg.bits}")
     if cfg.rounding != "fp32":
         raise ValueError(f'rounding must be "fp32", got {cfg.rounding!r}')
-    for name, value, count in (("group", group, layout.groups), ("loop", loop, cfg.loops)):
-        if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < count:
-            raise ValueError(f"{name} must be an integer from 0 to {count - 1}, got {value!r}")
+    check_index("group", group, layout.groups)
+    check_index("loop", loop, cfg.loops)
     if not heads:
         raise ValueError("there must be at least one KV head, got 0")
     blocks = sizes("pages", pages, "blocks, H, page_bytes_per_head")[0]
@@ -119,6 +118,47 @@ def check_packed(
     for name, tensor in {"pages": pages, **given}.items():
         if tensor.data_ptr() % 16:
             raise ValueError(f"{name} must start at a multiple of 16 bytes, got address {tensor.data_ptr():#x}")
+
+
+def check_index(name: str, value: int, count: int) -> None:
+    """Check that ``value`` is among 0 to ``count - 1``.
+
+    Raises:
+        ValueError: it is not, or no integer.
+    """
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < count:
+        raise ValueError(f"{name} must be an integer from 0 to {count - 1}, got {value!r}")
+
+
+def check_cost(layout: PageLayout, loop: int = 0, **counts: int) -> None:
+    """Check what the cost of an operation is asked for.
+
+    Raises:
+        ValueError: ``layout`` is none, ``loop`` is not among its loops, or a count is no integer or negative.
+    """
+    check_type("layout", layout, PageLayout)
+    check_index("loop", loop, layout.config.loops)
+    for name, value in counts.items():
+        check_count(name, value, 0)
+
+
+def check_place(device: torch.device | str) -> torch.device:
+    """``device`` where it is the CPU or a CUDA GPU that is here.
+
+    Raises:
+        ValueError: it is not.
+    """
+    wrong = ValueError(f"device must be the CPU or a CUDA GPU that is here, got {device!r}")
+    if not isinstance(device, (str, torch.device)):
+        raise wrong
+    try:
+        place = torch.device(device)
+    except RuntimeError:
+        raise wrong from None
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if place.type != "cpu" and (place.type != "cuda" or (place.index or 0) >= gpus):
+        raise wrong
+    return place
 
 
 def check_query_heads(query_heads: int, heads: int) -> None:

@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import ctypes
 import math
-import warnings
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -32,11 +31,13 @@ from torch import Tensor
 from residualquant.affine import FP8, dequantize, unpack_codes
 from residualquant.attention import rotate, rotate_back
 from residualquant.errors import ResidualQuantError, check_count, check_type
-from residualquant.kernels.build import MOST_KINDS, library_on, start, variant_for
+from residualquant.kernels.build import MOST_KINDS, library_on, start, variant_for, warn_of_triton
 from residualquant.kernels.checks import (
     FLOATS,
+    check_cost,
     check_packed,
     check_pages,
+    check_place,
     check_query_heads,
     check_scale,
     check_tensors,
@@ -111,8 +112,10 @@ def workspace(
         splits: parts of each past that run in parallel; None chooses them for this device.
 
     Raises:
-        ValueError: a number that is none, below 1 (``max_tokens``: below 0), or query heads not a multiple of KV heads.
+        ValueError: a number that is none, below 1 (``max_tokens``: below 0), query heads not a multiple of KV heads, or
+            a device that is not here.
     """
+    device = check_place(device)
     for name, value in (("batch", batch), ("query_heads", query_heads), ("kv_heads", kv_heads), ("head_dim", head_dim)):
         check_count(name, value)
     check_count("max_tokens", max_tokens, 0)
@@ -120,7 +123,7 @@ def workspace(
     if splits is not None:
         check_count("splits", splits)
     else:
-        cuda = torch.device(device).type == "cuda"
+        cuda = device.type == "cuda"
         processors = torch.cuda.get_device_properties(device).multi_processor_count if cuda else 1
         splits = choose_splits(batch * kv_heads, max_tokens, processors * BLOCKS_PER_PROCESSOR)
     partial = torch.empty(batch, query_heads, splits, head_dim, dtype=torch.float32, device=device)
@@ -153,7 +156,11 @@ def decode_attention_cost(
 
     Returns:
         bytes, operations (scores and values, 2 D each per token and query head).
+
+    Raises:
+        ValueError: no layout, a loop that it has not, or a count that is no integer or negative.
     """
+    check_cost(layout, loop, tokens=tokens, query_heads=query_heads, kv_heads=kv_heads)
     read = sum(loop_bytes(layout.config, stored, layout.head_dim) for stored in loops_read(layout.config, loop))
     return 2 * read * tokens * kv_heads, 4 * layout.head_dim * tokens * query_heads
 
@@ -351,7 +358,7 @@ def _choose(prefer: str | None, q: Tensor, past: Past, loop: int) -> tuple:
         return "cuda", found
     if prefer == "cuda":
         raise ResidualQuantError(f"the CUDA decode kernel cannot be used: {found}")
-    _warn_once(found)
+    warn_of_triton("decode attention", found)
     return "triton", None
 
 
@@ -362,11 +369,6 @@ def _library(device, dtype, layout: PageLayout, loop: int, queries_per_head: int
     if dtype != torch.bfloat16:
         return f"q must be bfloat16, got {dtype}"
     return library_on(device, variant_for(layout, loop, queries_per_head))
-
-
-@lru_cache(maxsize=64)
-def _warn_once(reason: str) -> None:
-    warnings.warn(f"decode attention runs by Triton, which is slower: {reason}", stacklevel=4)
 
 
 def _check(q, k, v, past, loop, scratch, scale, out, prefer) -> None:

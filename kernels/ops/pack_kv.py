@@ -25,6 +25,7 @@ no contraction into fused multiply-adds, IEEE division, and inner products summe
 
 from __future__ import annotations
 
+import ctypes
 from functools import lru_cache
 
 import torch
@@ -32,8 +33,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from residualquant.kernels.build import start
-from residualquant.kernels.checks import FLOATS, check_packed, check_slot_mapping, check_tensors, sizes
+from residualquant.kernels.build import start, warn_of_triton
+from residualquant.kernels.checks import (
+    FLOATS,
+    check_cost,
+    check_packed,
+    check_slot_mapping,
+    check_tensors,
+    sizes,
+)
 from residualquant.kernels.pack_kv_cuda import (
     WriterCall,
     choose_parts,
@@ -42,7 +50,7 @@ from residualquant.kernels.pack_kv_cuda import (
     head_stride,
     library_for,
 )
-from residualquant.kernels.triton_common import check_device, round_bf16, word_offsets
+from residualquant.kernels.triton_common import check_device, round_bf16, times_matrix, word_offsets
 from residualquant.kernels.tuning import tuned
 from residualquant.layout import PageLayout, stored_bytes
 from residualquant.pages import write_pages
@@ -127,7 +135,7 @@ def pack_kv_kernel(
             if ANCHORED and r == 0:
                 own = part == 0
             mine = stored & own
-            z = _take(following, rotation, sanitised, own, WARPS)
+            z = _take(following, rotation, sanitised, own, WARPS, D)
             following = _load_loop(x, inside, j + PARTS, loop_stride, RUNS, r)
             if rotated is not None:
                 at = (((is_v * LOOPS + loop) * tokens + token) * tl.num_programs(1) + head) * D
@@ -153,7 +161,7 @@ def _load_loop(x, inside, j, loop_stride, RUNS: tl.constexpr, r: tl.constexpr):
 
 
 @triton.jit
-def _take(x, rotation, sanitised, own, WARPS: tl.constexpr):
+def _take(x, rotation, sanitised, own, WARPS: tl.constexpr, D: tl.constexpr):
     """Z of fp32, fp16 or bf16 states: NaN as 0, clamped to +-65504, counted if own, and rotated by a matrix if any."""
     z = x.to(tl.float32)
     changed = tl.sum(tl.where(tl.abs(z) <= 65504.0, 0, 1))
@@ -162,7 +170,7 @@ def _take(x, rotation, sanitised, own, WARPS: tl.constexpr):
         if sanitised is not None:
             tl.atomic_add(sanitised, changed, mask=own)
     if rotation is not None:
-        z = _rotate(z, rotation, WARPS)
+        z = _rotate(z, rotation, WARPS, D)
     return z
 
 
@@ -182,22 +190,31 @@ def _load_matrix(matrix, matrix_of_v, is_v, D: tl.constexpr, W: tl.constexpr, WA
     """[W, W] matrix of D rows and columns, its columns so ordered that each warp computes contiguous channels.
 
     A matrix instruction gives each warp every WARPS-th strip of 8 columns; :func:`_rotate` names the channels again.
+    One of 256 columns is too large to keep: that is its address, and each product reads it.
     """
     if is_v > 0:
         matrix = matrix_of_v
-    row = tl.arange(0, W)
-    column = row // 8 % WARPS * (W // WARPS) + row // (8 * WARPS) * 8 + row % 8
-    inside = (row < D)[:, None] & (column < D)[None, :]
-    return tl.load(matrix + row[:, None] * D + column[None, :], mask=inside, other=0.0)
+    if W <= 128:
+        row = tl.arange(0, W)
+        column = row // 8 % WARPS * (W // WARPS) + row // (8 * WARPS) * 8 + row % 8
+        inside = (row < D)[:, None] & (column < D)[None, :]
+        rotation = tl.load(matrix + row[:, None] * D + column[None, :], mask=inside, other=0.0)
+    else:
+        rotation = matrix
+    return rotation
 
 
 @triton.jit
-def _rotate(x, rotation, WARPS: tl.constexpr):
+def _rotate(x, rotation, WARPS: tl.constexpr, D: tl.constexpr):
     """x T: FP16 products, summed in FP32, for a matrix from :func:`_load_matrix`."""
     T: tl.constexpr = x.shape[0]
     W: tl.constexpr = x.shape[1]
-    z = tl.reshape(tl.dot(x.to(tl.float16), rotation), [T, W // WARPS // 8, WARPS, 8])
-    return tl.reshape(tl.permute(z, (0, 2, 1, 3)), [T, W])
+    if W <= 128:
+        z = tl.reshape(tl.dot(x.to(tl.float16), rotation), [T, W // WARPS // 8, WARPS, 8])
+        z = tl.reshape(tl.permute(z, (0, 2, 1, 3)), [T, W])
+    else:
+        z = times_matrix(x, rotation, D, False)
+    return z
 
 
 @triton.jit
@@ -383,18 +400,28 @@ def pack_kv(
     if k.shape[1] == 0:
         return
     call = WriterCall(pages, layout, slots, k, v, k_matrix, v_matrix, k_means, group, sanitised, rotated)
-    library = library_for(call)
-    if isinstance(library, str):
+    library = _choose(call)
+    if library is None:
         _launch_triton(call)
     else:
         arguments = fill_arguments(call, processors(pages.device))
         start(library, "pack_kv", arguments, torch.cuda.current_stream(pages.device).cuda_stream)
 
 
+def _choose(call: WriterCall) -> ctypes.CDLL | None:
+    """The library of the CUDA kernel, or None for Triton, with a warning where that is on a GPU."""
+    found = library_for(call)
+    if not isinstance(found, str):
+        return found
+    if call.pages.device.type == "cuda":
+        warn_of_triton("the writer", found)
+    return None
+
+
 def _launch_triton(call: WriterCall) -> None:
     layout, cfg, words = call.layout, call.layout.config, call.pages.view(torch.int16)
     tokens, heads, head_dim = call.k.shape[1:]
-    options = tuned("pack_kv", words.device)
+    options = tuned("pack_kv", words.device, head_dim)
     width = triton.next_power_of_2(head_dim)
     blocks = triton.cdiv(tokens, options["BLOCK_T"])
     parts = choose_parts(cfg, blocks * heads * 2, processors(words.device))
@@ -460,7 +487,11 @@ def pack_kv_cost(layout: PageLayout, tokens: int, heads: int, state_bytes: int =
         tokens: new tokens (T).
         heads: KV heads (H).
         state_bytes: of one value of k and v.
+
+    Raises:
+        ValueError: no layout, or a count that is no integer or negative.
     """
+    check_cost(layout, tokens=tokens, heads=heads, state_bytes=state_bytes)
     cfg, head_dim = layout.config, layout.head_dim
     values = 2 * cfg.loops * tokens * heads * head_dim
     matrices = 2 * heads * head_dim**2 if cfg.rotation != "none" else 0

@@ -27,6 +27,7 @@ from torch import Tensor
 from residualquant.errors import check_count
 from residualquant.kernels.checks import (
     FLOATS,
+    check_cost,
     check_packed,
     check_pages,
     check_query_heads,
@@ -36,7 +37,7 @@ from residualquant.kernels.checks import (
 )
 from residualquant.kernels.pack_kv import rotation_of
 from residualquant.kernels.pack_kv_cuda import head_stride
-from residualquant.kernels.triton_common import chain, check_device, rebuild
+from residualquant.kernels.triton_common import chain, check_device, rebuild, times_matrix
 from residualquant.kernels.tuning import tuned
 from residualquant.layout import PageLayout, loop_bytes, loops_read
 from residualquant.pages import read_pages
@@ -119,14 +120,14 @@ def prefill_attention_kernel(
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     if past > 0:
-        turned = _times_matrix(query, k_matrix, head * k_matrix_stride, D, False)
+        turned = _turn(query, k_matrix, head * k_matrix_stride, D, False)
         pages = words + head * page_head_stride
         table = block_table + sequence * table_stride
         largest, total, acc = _attend_past(
             turned, largest, total, acc, pages, table, past, exponent, k_means, head,
             block_stride, k_start, v_start, CHAIN, ALPHA, S, D, BLOCK_N,
         )  # fmt: skip
-        acc = _times_matrix(acc / total[:, None], v_matrix, head * v_matrix_stride, D, True) * total[:, None]
+        acc = _turn(acc / total[:, None], v_matrix, head * v_matrix_stride, D, True) * total[:, None]
     k += begin * k_token_stride + head * k_head_stride
     v += begin * v_token_stride + head * v_head_stride
     end = tl.minimum(first + BLOCK_M // R, queries)
@@ -139,16 +140,10 @@ def prefill_attention_kernel(
 
 
 @triton.jit
-def _times_matrix(x, matrix, begin, D: tl.constexpr, TRANSPOSED: tl.constexpr):
-    """x T or x T^T of rows [M, W], FP16 products summed in FP32; x where there is no matrix."""
-    W: tl.constexpr = x.shape[1]
+def _turn(x, matrix, begin, D: tl.constexpr, TRANSPOSED: tl.constexpr):
+    """x T or x T^T of rows [M, W] in FP32; x where there is no matrix."""
     if matrix is not None:
-        channel = tl.arange(0, W)
-        square = (channel < D)[:, None] & (channel < D)[None, :]
-        factor = tl.load(matrix + begin + channel[:, None] * D + channel[None, :], mask=square, other=0.0)
-        if TRANSPOSED:
-            factor = tl.trans(factor)
-        x = tl.dot(x.to(tl.float16), factor)
+        x = times_matrix(x, matrix + begin, D, TRANSPOSED)
     return x.to(tl.float32)
 
 
@@ -252,7 +247,7 @@ def prefill_attention(
     if check_table and len(seq_lens):
         _check_table(block_table, query_start, seq_lens, len(q), max_queries, layout.page_tokens, len(pages))
     (heads, head_dim), repeat, words = k.shape[1:], q.shape[1] // k.shape[1], pages.view(torch.int16)
-    parameters = tuned("prefill_attention", pages.device)
+    parameters = tuned("prefill_attention", pages.device, head_dim)
     blocks = triton.cdiv(max_queries, parameters["BLOCK_M"] // repeat)
     if not blocks * len(seq_lens):
         return
@@ -292,7 +287,7 @@ def _check(
     check_device(q.device)
     check_packed(q.device, heads, layout, pages, k_matrix, v_matrix, k_means, group, loop)
     check_query_heads(query_heads, heads)
-    rows = tuned("prefill_attention", q.device)["BLOCK_M"]
+    rows = tuned("prefill_attention", q.device, layout.head_dim)["BLOCK_M"]
     if query_heads // heads > rows:
         raise ValueError(f"there may be at most {rows} query heads per KV head, got {query_heads // heads}")
     states, integers = [[tokens, heads, layout.head_dim]], (torch.int32,)
@@ -319,7 +314,12 @@ def prefill_attention_cost(
         past: packed tokens.
         query_heads, heads: Hq and H.
         state_bytes: of one value of q, k, v and out.
+
+    Raises:
+        ValueError: no layout, a loop that it has not, or a count that is no integer or negative.
     """
+    counts = dict(queries=queries, past=past, query_heads=query_heads, heads=heads, state_bytes=state_bytes)
+    check_cost(layout, loop, **counts)
     cfg, head_dim = layout.config, layout.head_dim
     packed = 2 * past * heads * sum(loop_bytes(cfg, read, head_dim) for read in loops_read(cfg, loop))
     states = 2 * queries * (query_heads + heads) * head_dim * state_bytes

@@ -40,6 +40,46 @@ def round_bf16(x):
 
 
 @triton.jit
+def times_matrix(x, matrix, D: tl.constexpr, TRANSPOSED: tl.constexpr):
+    """x T or x T^T of rows [M, W]: FP16 products summed in FP32.
+
+    W of 256 goes by quarters of the columns: the whole matrix would not fit an older GPU's shared memory.
+    """
+    x = x.to(tl.float16)
+    W: tl.constexpr = x.shape[1]
+    if W <= 128:
+        z = _times_columns(x, matrix, 0, W, D, TRANSPOSED)
+    else:
+        Q: tl.constexpr = W // 4
+        left = _beside(_times_columns(x, matrix, 0, Q, D, TRANSPOSED), _times_columns(x, matrix, Q, Q, D, TRANSPOSED))
+        right = _beside(
+            _times_columns(x, matrix, 2 * Q, Q, D, TRANSPOSED), _times_columns(x, matrix, 3 * Q, Q, D, TRANSPOSED)
+        )
+        z = _beside(left, right)
+    return z
+
+
+@triton.jit
+def _times_columns(x, matrix, BEGIN: tl.constexpr, COUNT: tl.constexpr, D: tl.constexpr, TRANSPOSED: tl.constexpr):
+    """COUNT columns of the product, from BEGIN."""
+    row = tl.arange(0, x.shape[1])
+    column = BEGIN + tl.arange(0, COUNT)
+    if TRANSPOSED:
+        inside = (column < D)[:, None] & (row < D)[None, :]
+        factor = tl.trans(tl.load(matrix + column[:, None] * D + row[None, :], mask=inside, other=0.0))
+    else:
+        inside = (row < D)[:, None] & (column < D)[None, :]
+        factor = tl.load(matrix + row[:, None] * D + column[None, :], mask=inside, other=0.0)
+    return tl.dot(x, factor)
+
+
+@triton.jit
+def _beside(a, b):
+    """[M, N] and [M, N] as [M, 2 N], a's columns first."""
+    return tl.reshape(tl.permute(tl.join(a, b), (0, 2, 1)), [a.shape[0], 2 * a.shape[1]])
+
+
+@triton.jit
 def rebuild(
     page, t, inside, means, head, INTERLEAVED: tl.constexpr,
     CHAIN: tl.constexpr, ALPHA: tl.constexpr, D: tl.constexpr, W: tl.constexpr,

@@ -1,4 +1,4 @@
-"""Decode attention and the writer of packed pages on a GPU, beside the best BF16 attention there: ``make bench-gpu``.
+"""Decode attention, prefill and the writer of pages on a GPU, beside the best BF16 attention: ``make bench-gpu``.
 
 Expected before measuring: both are bound by memory, so packed attention takes its bytes (``decode_attention_cost``)
 over the copy bandwidth, and all four loops of INT2/4 g=32 at most 2.47 times less than BF16. The goals are 75 % of the
@@ -7,7 +7,7 @@ a chain (reference "next") read 1.3 times as much. The writer is to take at most
 
 Every timing has a cold second-level cache: a CUDA graph goes through as many disjoint sets of pages as make up several
 times that cache, and the time of a launch is a replay's over the number of launches. A time is only reported after the
-same launch, on poisoned output, agreed with the FP64 reference.
+same launch, on poisoned output, agreed with the reference: attention within a tolerance, the writer to the byte.
 """
 
 from __future__ import annotations
@@ -15,8 +15,6 @@ from __future__ import annotations
 import argparse
 import itertools
 import math
-import statistics
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +24,18 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from residualquant.bench import write_timings
+from residualquant.bench import prefill, write_timings
+from residualquant.bench.gpu import (
+    BF16_SECONDS,
+    CACHE_BYTES,
+    MODELS,
+    Copy,
+    copy_bandwidth,
+    orthogonal,
+    repeat_pages,
+    template_pages,
+    time_launches,
+)
 from residualquant.config import preset
 from residualquant.errors import ResidualQuantError
 from residualquant.kernels.decode_attention import (
@@ -36,15 +45,12 @@ from residualquant.kernels.decode_attention import (
     decode_attention_reference,
     workspace,
 )
-from residualquant.kernels.pack_kv import pack_kv, pack_kv_cost
+from residualquant.kernels.pack_kv import pack_kv, pack_kv_cost, pack_kv_reference
 from residualquant.layout import PageLayout
-from residualquant.pages import allocate_pages, write_pages
+from residualquant.pages import allocate_pages
 from residualquant.repro.paths import data_dir, figures_dir, show
-from residualquant.residual import encode
-from residualquant.rotation import Rotation
 from residualquant.vllm.flash_attention import flash_attention_ways
 
-MODELS = {"Ouro-1.4B": (16, 128), "Huginn-0125": (55, 96)}  # KV heads, head dim; 4 loops in a group
 CONTEXTS = (2048, 4096, 8192, 16384, 32768, 65536)
 BATCHES = (1, 2, 4, 8, 16, 32, 64)
 QUICK = ((16384, 1), (16384, 8), (16384, 32), (4096, 64))
@@ -52,11 +58,10 @@ LOOPS = {"residual loop": (0,), "anchor loop": (3,), "four loops": (0, 1, 2, 3)}
 OPERATIONS = {"last": tuple(LOOPS), "next": ("four loops",)}  # by what a loop is coded against
 WRITER_TOKENS = (1, 8, 64, 256, 2048, 8192)
 WRITER_LAYERS = 24  # as many launches a graph, each on its own states
+POISON = 0xA5  # of pages before the writer
+ROTATION_TOLERANCE = 1e-4  # of a rotated value, against FP64
 TOLERANCE = 2e-3  # relative L2 per query and head, against FP64
-CACHE_BYTES = 256 * 2**20  # what one go through the page sets must read at least; an H200's cache has 60 MB
 MEMORY_BYTES = 100 * 2**30  # of pages or of BF16 states; larger cases are left out
-SECONDS, BF16_SECONDS = 0.08, 0.03  # of replays: for a row, for each BF16 way
-TEMPLATE_PAGES = 256  # distinct pages that the others repeat
 
 
 @dataclass(frozen=True)
@@ -109,63 +114,6 @@ class WriterTiming:
     tb_per_s: float
 
 
-@dataclass(frozen=True)
-class Copy:
-    """How bytes are copied fastest here, and how many are read and written in a second."""
-
-    way: str
-    speed: float
-
-
-def copy_bandwidth() -> Copy:
-    """The fastest way to copy 2 GiB within the device: the driver's, or a kernel that reads and writes every element.
-
-    The driver's copy is timed outside a graph, where it is slower.
-    """
-    source = torch.empty(2**29, dtype=torch.float32, device="cuda").normal_()
-    target = torch.empty_like(source)
-    ways = {
-        "cudaMemcpy": _time([lambda: target.copy_(source)], 0.25)[0],
-        "elementwise kernel": time_launches([lambda: torch.neg(source, out=target)])[0],
-    }
-    way = min(ways, key=ways.get)
-    return Copy(way, 2 * source.nbytes / ways[way])
-
-
-def time_launches(launches: list[Callable[[], object]], budget: float = SECONDS) -> tuple[float, float, float]:
-    """Median, 20th and 80th percentile of the seconds one launch takes, over replays of a graph of all of them."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for launch in launches:
-            launch()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for launch in launches:
-            launch()
-    graph.replay()
-    median, p20, p80 = _time([graph.replay], budget)
-    return median / len(launches), p20 / len(launches), p80 / len(launches)
-
-
-def _time(launches: list[Callable[[], object]], budget: float) -> tuple[float, float, float]:
-    """Median, 20th and 80th percentile of the seconds that all ``launches`` together take, by events around them."""
-    torch.cuda.synchronize()
-    seconds: list[float] = []
-    begun = time.perf_counter()
-    while len(seconds) < 5 or (time.perf_counter() - begun < budget and len(seconds) < 200):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in "se")
-        start.record()
-        for launch in launches:
-            launch()
-        end.record()
-        end.synchronize()
-        seconds.append(start.elapsed_time(end) / 1e3)
-    tenths = statistics.quantiles(seconds, n=10)
-    return statistics.median(seconds), tenths[1], tenths[7]
-
-
 class Case:
     """Packed pages of one layer for ``batch`` sequences of ``context`` tokens, in as many sets as the cache asks for.
 
@@ -181,14 +129,14 @@ class Case:
         self.context, self.batch, self.prefer = context, batch, prefer
         self.layout = PageLayout(preset("INT2/4 g=32", rotation="optr_h", reference=reference), self.head_dim)
         draw = torch.Generator("cuda").manual_seed(0)
-        self.matrices = [_orthogonal(self.heads, self.head_dim, draw) for _ in "kv"]
+        self.matrices = [orthogonal(self.heads, self.head_dim, draw) for _ in "kv"]
         means = torch.randn(4, self.heads, self.head_dim, generator=draw, device="cuda")
         self.means = 0.1 * means
         per_sequence = -(-context // self.layout.page_tokens)
         smallest = decode_attention_cost(self.layout, 3, context * batch, self.heads, self.heads)[0]
         self.sets = max(1, math.ceil(CACHE_BYTES / smallest))
         count = self.sets * batch * per_sequence
-        self.pages = _repeat(self._template(draw), count, draw)
+        self.pages = repeat_pages(template_pages(self.layout, self.matrices, self.means, draw), count, draw)
         order = torch.randperm(count, generator=draw, device="cuda").int()
         self.tables = order.view(self.sets, batch, per_sequence)
         self.lengths = torch.full((batch,), context, dtype=torch.int32, device="cuda")
@@ -204,18 +152,6 @@ class Case:
         heads, head_dim = MODELS[model]
         packed = PageLayout(preset("INT2/4 g=32"), head_dim).page_bytes_per_head / 16
         return int(context * batch * heads * max(packed, 4 * head_dim))
-
-    def _template(self, draw: torch.Generator) -> Tensor:
-        tokens = TEMPLATE_PAGES * self.layout.page_tokens
-        pages = allocate_pages(self.layout, TEMPLATE_PAGES, self.heads, "cuda")
-        packed = []
-        for matrix, means in zip(self.matrices, (self.means, None)):
-            common, own = (
-                torch.randn(n, tokens, self.heads, self.head_dim, generator=draw, device="cuda") for n in (1, 4)
-            )
-            packed.append(encode(common + 0.3 * own, self.layout.config, Rotation(matrix, means)))
-        write_pages(pages, self.layout, torch.arange(tokens, device="cuda"), *packed)
-        return pages
 
     def past(self, which: int, rows: slice = slice(None)) -> Past:
         """One set of pages, of some sequences."""
@@ -246,19 +182,6 @@ class Case:
             raise ResidualQuantError(f"loop {loop} at {self.context} x {self.batch} is wrong by {error}: no time given")
         self.errors[loop] = error
         return error
-
-
-def _orthogonal(heads: int, dim: int, draw: torch.Generator) -> Tensor:
-    return torch.linalg.qr(torch.randn(heads, dim, dim, generator=draw, device="cuda"))[0].half().contiguous()
-
-
-def _repeat(template: Tensor, count: int, draw: torch.Generator) -> Tensor:
-    """``count`` pages, each a random one of ``template``'s, filled in pieces so that no large copy is made."""
-    pages = template.new_empty(count, *template.shape[1:])
-    for piece in pages.split(4096):
-        choice = torch.randint(len(template), (len(piece),), generator=draw, device="cuda")
-        torch.index_select(template, 0, choice, out=piece)
-    return pages
 
 
 def best_bf16(heads: int, head_dim: int, context: int, batch: int) -> tuple[str, float]:
@@ -334,27 +257,82 @@ def measure_operation(case: Case, operation: str, copy: Copy, bf16_way: str, bf1
     )
 
 
-def measure_writer(model: str, rotation: str, tokens: int) -> WriterTiming:
-    """One row of the writer; that it writes the right bytes is tested elsewhere."""
-    heads, head_dim = MODELS[model]
-    layout = PageLayout(preset("INT2/4 g=32", rotation=rotation), head_dim)
-    draw = torch.Generator("cuda").manual_seed(0)
-    turn = (None, None, None)
-    if rotation != "none":
-        means = torch.randn(layout.config.loops, heads, head_dim, generator=draw, device="cuda")
-        turn = (*(_orthogonal(heads, head_dim, draw) for _ in "kv"), means)
-    shape = (2, layout.config.loops, tokens, heads, head_dim)
-    layers = [torch.randn(shape, generator=draw, device="cuda").bfloat16() for _ in range(WRITER_LAYERS)]
-    pages = allocate_pages(layout, tokens // layout.page_tokens + 1, heads, "cuda")
-    slots = torch.randperm(len(pages) * layout.page_tokens, device="cuda")[:tokens]
-    median, p20, p80 = time_launches([lambda kv=kv: pack_kv(pages, layout, slots, *kv, *turn) for kv in layers])
-    moved = pack_kv_cost(layout, tokens, heads)[0]
+class WriterCase:
+    """New tokens of ``WRITER_LAYERS`` layers and the pages of one.
+
+    Args:
+        model: a key of ``MODELS``.
+        rotation: "optr_h" or "none".
+        tokens: new ones.
+        device: where.
+    """
+
+    def __init__(self, model: str, rotation: str, tokens: int, device: str = "cuda"):
+        self.model, (heads, head_dim) = model, MODELS[model]
+        self.layout = PageLayout(preset("INT2/4 g=32", rotation=rotation), head_dim)
+        draw = torch.Generator(device).manual_seed(0)
+        self.turn = (None, None, None)
+        if rotation != "none":
+            means = torch.randn(self.layout.config.loops, heads, head_dim, generator=draw, device=device)
+            self.turn = (*(orthogonal(heads, head_dim, draw) for _ in "kv"), means)
+        shape = (2, self.layout.config.loops, tokens, heads, head_dim)
+        self.layers = [torch.randn(shape, generator=draw, device=device).bfloat16() for _ in range(WRITER_LAYERS)]
+        self.pages = allocate_pages(self.layout, tokens // self.layout.page_tokens + 1, heads, device)
+        self.slots = torch.randperm(len(self.pages) * self.layout.page_tokens, generator=draw, device=device)[:tokens]
+
+    def launch(self, kv: Tensor, **more: Tensor) -> None:
+        """Write one layer's tokens."""
+        pack_kv(self.pages, self.layout, self.slots, *kv, *self.turn, **more)
+
+    def check(self) -> None:
+        """Compare what a launch on poisoned pages leaves with the reference, byte for byte.
+
+        A rotated value may round to either side of a tie, so the reference then codes the values that the same launch
+        rotated, which are compared with FP64.
+
+        Raises:
+            ResidualQuantError: a byte or a rotated value is wrong.
+        """
+        states, turn = self.layers[0], self.turn
+        self.launch_poisoned(states)
+        written = self.pages.clone()
+        if turn[0] is not None:
+            rotated = torch.full(states.shape, torch.nan, device=states.device)
+            self.launch_poisoned(states, rotated=rotated)
+            self._agree(torch.equal(self.pages, written), "other bytes where the rotated values are asked for")
+            for given, z, matrix in zip(states, rotated, turn):
+                for loop in range(len(given)):
+                    exact = torch.einsum("thd,hde->the", given[loop].half().double(), matrix.double())
+                    error = (z[loop] - exact).abs().max().item() if exact.numel() else 0.0
+                    self._agree(error < ROTATION_TOLERANCE, f"a rotated value wrong by {error}")
+            identity = torch.eye(self.layout.head_dim, dtype=torch.float16, device=states.device)
+            states, turn = rotated, (identity, identity, turn[2])
+        expected = self.pages.fill_(POISON)
+        pack_kv_reference(expected, self.layout, self.slots, *states, *turn)
+        self._agree(torch.equal(expected, written), "other bytes than the reference")
+
+    def launch_poisoned(self, kv: Tensor, **more: Tensor) -> None:
+        """The same, on pages of ``POISON``."""
+        self.pages.fill_(POISON)
+        self.launch(kv, **more)
+
+    def _agree(self, right: bool, what: str) -> None:
+        if not right:
+            raise ResidualQuantError(f"the writer of {len(self.slots)} tokens of {self.model}: {what}; no time given")
+
+
+def measure_writer(case: WriterCase) -> WriterTiming:
+    """One row of the writer, after a comparison with the reference."""
+    case.check()
+    median, p20, p80 = time_launches([lambda kv=kv: case.launch(kv) for kv in case.layers])
+    tokens, heads = len(case.slots), case.pages.shape[1]
+    moved = pack_kv_cost(case.layout, tokens, heads)[0]
     return WriterTiming(
         gpu=torch.cuda.get_device_name(),
         torch=torch.__version__,
-        model=model,
-        config=layout.config.label,
-        rotation=rotation,
+        model=case.model,
+        config=case.layout.config.label,
+        rotation=case.layout.config.rotation,
         tokens=tokens,
         moved_bytes=moved,
         median_us=median * 1e6,
@@ -364,7 +342,9 @@ def measure_writer(model: str, rotation: str, tokens: int) -> WriterTiming:
     )
 
 
-def run(quick: bool, prefer: str | None, models: list[str]) -> tuple[list[Timing], list[WriterTiming]]:
+def run(
+    quick: bool, prefer: str | None, models: list[str]
+) -> tuple[list[Timing], list[WriterTiming], list[prefill.PrefillTiming]]:
     """All rows, printed as they come."""
     if not torch.cuda.is_available():
         raise ResidualQuantError("there is no GPU here: `make bench-gpu` needs one")
@@ -374,12 +354,20 @@ def run(quick: bool, prefer: str | None, models: list[str]) -> tuple[list[Timing
         f"copy bandwidth {copy.speed / 1e12:.2f} TB/s by {copy.way}"
     )
     grid = QUICK if quick else [(context, batch) for context in CONTEXTS for batch in BATCHES]
-    rows, writer_rows = [], []
+    rows, writer_rows, prefill_rows = [], [], []
     for model in models:
         for rotation, tokens in itertools.product(("optr_h", "none"), WRITER_TOKENS):
-            row = measure_writer(model, rotation, tokens)
+            row = measure_writer(WriterCase(model, rotation, tokens))
             print(f"{model:11s} writer, rotation {rotation:6s} {tokens:6d} tokens {row.median_us:9.1f} us a layer")
             writer_rows.append(row)
+        for row in prefill.measure(model):
+            print(
+                f"{model:11s} prefill, {row.queries} after {row.past:5d} tokens, {row.operation:13s} "
+                f"{row.median_us:9.1f} us, {row.tflop_per_s:5.1f} TFLOP/s, {row.speedup:5.2f}x {row.bf16_way}, "
+                f"error {row.error:.1e}",
+                flush=True,
+            )
+            prefill_rows.append(row)
         for context, batch in grid:
             if (needed := Case.page_bytes(model, context, batch)) > MEMORY_BYTES:
                 print(f"{model:11s} {context:6d} x {batch:2d} left out: {needed / 2**30:.0f} GiB")
@@ -394,7 +382,7 @@ def run(quick: bool, prefer: str | None, models: list[str]) -> tuple[list[Timing
                 )
                 rows.append(row)
             torch.cuda.empty_cache()
-    return rows, writer_rows
+    return rows, writer_rows, prefill_rows
 
 
 def draw_roofline(rows: list[Timing]) -> list[Path]:
@@ -425,10 +413,11 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", choices=tuple(MODELS), default=None)
     arguments = parser.parse_args()
     models = arguments.models or (["Ouro-1.4B"] if arguments.quick else list(MODELS))
-    rows, writer_rows = run(arguments.quick, arguments.prefer, models)
+    rows, writer_rows, prefill_rows = run(arguments.quick, arguments.prefer, models)
     tables = [
         write_timings(data_dir("h200") / "kernels.csv", Timing, rows),
         write_timings(data_dir("h200") / "writer.csv", WriterTiming, writer_rows),
+        write_timings(data_dir("h200") / "prefill.csv", prefill.PrefillTiming, prefill_rows),
     ]
     print(f"wrote {', '.join(map(show, [*tables, *draw_roofline(rows)]))}")
 

@@ -64,3 +64,25 @@ def flash_attention_ways(heads: int, head_dim: int, context: int, batch: int) ->
         )  # fmt: skip
 
     return {f"FlashAttention 3, {name}": lambda k, v, name=name: attend(name, k, v) for name in past}
+
+
+def flash_attention_prefill_ways(queries: int, past: int) -> dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]]:
+    """Ways of causal attention of one sequence's last ``queries`` tokens over ``past`` more and each other; none where
+    vLLM or its kernels are not installed.
+
+    Returns:
+        functions of q [T, H, D], k and v [past + T, H, D], all bf16, by name.
+    """
+    try:
+        from vllm.vllm_flash_attn import flash_attn_varlen_func
+    except ImportError:
+        return {}
+    asked, held = (torch.tensor([0, count], device="cuda", dtype=torch.int32) for count in (queries, past + queries))
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return flash_attn_varlen_func(
+            q, k, v, max_seqlen_q=queries, cu_seqlens_q=asked, max_seqlen_k=past + queries, cu_seqlens_k=held,
+            causal=True, fa_version=3,
+        )  # fmt: skip
+
+    return {"FlashAttention 3": attend}

@@ -1,0 +1,57 @@
+"""Libraries of the CUDA kernels: built ahead or on first use, and what is said where there is none."""
+
+import os
+import subprocess
+
+import pytest
+
+pytest.importorskip("triton")
+
+from residualquant import preset
+from residualquant.errors import ResidualQuantError
+from residualquant.kernels import build
+from residualquant.kernels.build import variant_for
+from residualquant.layout import PageLayout
+
+
+def test_libraries_built_ahead_need_no_compiler(tmp_path, monkeypatch, capfd):
+    monkeypatch.setenv("RESIDUALQUANT_HOME", str(tmp_path))
+    monkeypatch.setattr(build, "compiler", lambda: None)
+    variant = variant_for(PageLayout(preset("INT2/4 g=32"), 128), 0)
+    build.load_variant.cache_clear()
+    assert "no nvcc" in build.load_variant(variant, "sm_90")
+    with pytest.raises(ResidualQuantError, match="there is no nvcc"):
+        build.main(["sm_90"])
+    path = build.library_path(variant, "sm_90")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    subprocess.run(["g++", "-shared", "-x", "c++", os.devnull, "-o", str(path)], check=True)
+    build.load_variant.cache_clear()
+    assert not isinstance(build.load_variant(variant, "sm_90"), str)
+    build.load_variant.cache_clear()
+
+
+def test_a_compiler_that_refuses_is_a_reason(tmp_path, monkeypatch):
+    monkeypatch.setenv("RESIDUALQUANT_HOME", str(tmp_path))
+    monkeypatch.setattr(build, "compiler", lambda: "/bin/false")
+    variant = variant_for(PageLayout(preset("INT2/4 g=32"), 128), 0)
+    build.load_variant.cache_clear()
+    assert "failed" in build.load_variant(variant, "sm_90")
+    build.load_variant.cache_clear()
+
+
+@pytest.mark.parametrize("name", ["sm_80", "90", "foo"])
+def test_architectures_that_cannot_be_built_are_named(name):
+    with pytest.raises(ResidualQuantError, match=f"sm_90 or newer.*{name}"):
+        build.main([name])
+
+
+def test_the_slower_way_is_told_once_per_operation_and_reason():
+    build.warn_of_triton.cache_clear()
+    with pytest.warns(UserWarning) as told:
+        for operation in ("the writer", "decode attention", "the writer"):
+            for reason in ("no nvcc", "no nvcc", "bits must be 2 or 4"):
+                build.warn_of_triton(operation, reason)
+    texts = [str(warning.message) for warning in told]
+    assert len(texts) == 4 == len(set(texts))
+    assert texts[0] == "the writer runs by Triton, which is slower: no nvcc"
+    build.warn_of_triton.cache_clear()
