@@ -23,7 +23,7 @@ def test_a_command_is_measured_in_an_empty_workspace(tmp_path, monkeypatch, caps
 
 def test_a_command_that_fails_leaves_no_record(tmp_path, monkeypatch):
     monkeypatch.setenv("RESIDUALQUANT_HOME", str(tmp_path))
-    monkeypatch.setattr(runs, "COMMANDS", {"bad": ("tables", "--profile", "smoke", "--only", "table2")})
+    monkeypatch.setattr(runs, "COMMANDS", {"bad": ("tables", "--profile", "smoke", "--only", "table0")})
     with pytest.raises(ResidualQuantError, match="failed with 2"):
         runs.record("bad")
     with pytest.raises(ValueError, match="no command 'worse'; known: bad"):
