@@ -234,8 +234,8 @@ def load_variant(variant: Compiled, architecture: str) -> ctypes.CDLL | str:
 def library_on(device: torch.device, variant: Compiled | str) -> ctypes.CDLL | str:
     """The library of ``variant`` for a GPU, or why there is none: that is then the variant, or the GPU is too old."""
     major, minor = torch.cuda.get_device_capability(device)
-    if major < 9:
-        return f"it needs compute capability 9.0, got {major}.{minor}"
+    if 10 * major + minor < OLDEST:
+        return f"it needs compute capability {OLDEST / 10}, got {major}.{minor}"
     return variant if isinstance(variant, str) else load_variant(variant, f"sm_{major}{minor}")
 
 

@@ -61,6 +61,15 @@ def time_launches(launches: list[Callable[[], object]], budget: float = SECONDS)
     return median / len(launches), p20 / len(launches), p80 / len(launches)
 
 
+def row_of(case, seconds: tuple[float, float, float]) -> dict[str, object]:
+    """What the rows of all operations say alike, with the ``seconds`` of :func:`time_launches`."""
+    median, p20, p80 = (1e6 * each for each in seconds)
+    return {
+        "gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "model": case.model,
+        "config": case.layout.config.label, "median_us": median, "p20_us": p20, "p80_us": p80,
+    }  # fmt: skip
+
+
 def _time(launches: list[Callable[[], object]], budget: float) -> tuple[float, float, float]:
     """Median, 20th and 80th percentile of the seconds that all ``launches`` together take, by events around them."""
     torch.cuda.synchronize()

@@ -33,6 +33,7 @@ from residualquant.bench.gpu import (
     copy_bandwidth,
     orthogonal,
     repeat_pages,
+    row_of,
     template_pages,
     time_launches,
 )
@@ -225,16 +226,13 @@ def measure_operation(case: Case, operation: str, copy: Copy, bf16_way: str, bf1
     """One row, after a comparison with the reference."""
     loops, tokens = LOOPS[operation], case.context * case.batch
     error = max(case.error(loop) for loop in loops)
-    median, p20, p80 = time_launches(
+    seconds = time_launches(
         [lambda which=which: [case.launch(loop, which) for loop in loops] for which in range(case.sets)]
     )
     read = sum(decode_attention_cost(case.layout, loop, tokens, case.heads, case.heads)[0] for loop in loops)
     bf16_bytes = len(loops) * 4 * case.head_dim * case.heads * tokens
     return Timing(
-        gpu=torch.cuda.get_device_name(),
-        torch=torch.__version__,
-        model=case.model,
-        config=case.layout.config.label,
+        **row_of(case, seconds),
         reference=case.layout.config.reference,
         operation=operation,
         backend=case.prefer or "cuda",
@@ -242,18 +240,15 @@ def measure_operation(case: Case, operation: str, copy: Copy, bf16_way: str, bf1
         batch=case.batch,
         splits=case.scratch.lse.shape[2],
         read_bytes=read,
-        median_us=median * 1e6,
-        p20_us=p20 * 1e6,
-        p80_us=p80 * 1e6,
-        tb_per_s=read / median / 1e12,
+        tb_per_s=read / seconds[0] / 1e12,
         copy_way=copy.way,
         copy_tb_per_s=copy.speed / 1e12,
-        fraction_of_copy=read / median / copy.speed,
+        fraction_of_copy=read / seconds[0] / copy.speed,
         error=error,
         bf16_way=bf16_way,
         bf16_us=len(loops) * bf16_seconds * 1e6,
-        speedup=len(loops) * bf16_seconds / median,
-        ideal_speedup=bf16_bytes / copy.speed / median,
+        speedup=len(loops) * bf16_seconds / seconds[0],
+        ideal_speedup=bf16_bytes / copy.speed / seconds[0],
     )
 
 
@@ -324,21 +319,15 @@ class WriterCase:
 def measure_writer(case: WriterCase) -> WriterTiming:
     """One row of the writer, after a comparison with the reference."""
     case.check()
-    median, p20, p80 = time_launches([lambda kv=kv: case.launch(kv) for kv in case.layers])
+    seconds = time_launches([lambda kv=kv: case.launch(kv) for kv in case.layers])
     tokens, heads = len(case.slots), case.pages.shape[1]
     moved = pack_kv_cost(case.layout, tokens, heads)[0]
     return WriterTiming(
-        gpu=torch.cuda.get_device_name(),
-        torch=torch.__version__,
-        model=case.model,
-        config=case.layout.config.label,
+        **row_of(case, seconds),
         rotation=case.layout.config.rotation,
         tokens=tokens,
         moved_bytes=moved,
-        median_us=median * 1e6,
-        p20_us=p20 * 1e6,
-        p80_us=p80 * 1e6,
-        tb_per_s=moved / median / 1e12,
+        tb_per_s=moved / seconds[0] / 1e12,
     )
 
 

@@ -23,6 +23,7 @@ from residualquant.bench.gpu import (
     MODELS,
     orthogonal,
     repeat_pages,
+    row_of,
     template_pages,
     time_launches,
 )
@@ -171,29 +172,21 @@ def measure_prefill(case: PrefillCase, operation: str, bf16_way: str, bf16_secon
     """One row of prefill, after a comparison with the reference."""
     loop = LOOPS[operation]
     error = case.error(loop)
-    median, p20, p80 = time_launches(
-        [lambda which=which: case.launch(loop, which) for which in range(len(case.states))]
-    )
+    seconds = time_launches([lambda which=which: case.launch(loop, which) for which in range(len(case.states))])
     moved, operations = case.cost(loop)
     return PrefillTiming(
-        gpu=torch.cuda.get_device_name(),
-        torch=torch.__version__,
-        model=case.model,
-        config=case.layout.config.label,
+        **row_of(case, seconds),
         operation=operation,
         queries=case.queries,
         past=case.past,
         moved_bytes=moved,
         operations=operations,
-        median_us=median * 1e6,
-        p20_us=p20 * 1e6,
-        p80_us=p80 * 1e6,
-        tb_per_s=moved / median / 1e12,
-        tflop_per_s=operations / median / 1e12,
+        tb_per_s=moved / seconds[0] / 1e12,
+        tflop_per_s=operations / seconds[0] / 1e12,
         error=error,
         bf16_way=bf16_way,
         bf16_us=bf16_seconds * 1e6,
-        speedup=bf16_seconds / median,
+        speedup=bf16_seconds / seconds[0],
     )
 
 
