@@ -13,7 +13,7 @@ from residualquant.repro.profiles import PROFILES, Profile
 from residualquant.repro.records import list_records, read_records
 
 N = 2
-TINY = Profile("tiny", {"ouro": {"words": N, "algebra": N + 2}, "huginn": {"words": N}}, elsewhere=N)
+TINY = Profile("tiny", {"ouro": {"words": N, "algebra": N + 2}, "huginn": {"words": N}})
 
 
 @pytest.fixture
@@ -53,8 +53,7 @@ def test_a_plan_is_the_union_of_the_labels():
     assert {n for task in ("words", "algebra") for n in full["ouro", task].values()} == {800}
     assert set(full["huginn", "stubs"].values()) == {400}
     mini = PROFILES["mini"].plan["ouro", "algebra"]
-    assert mini[BF16] == mini[preset("INT2 g=32", coefficient="unit")] == 200
-    assert mini[preset("INT2 g=32", reference="first", group_size=16)] == 100
+    assert len(mini) == 88 and set(mini.values()) == {100}
     assert all(place in full and set(found) <= set(full[place]) for place, found in PROFILES["smoke"].plan.items())
 
 
@@ -145,7 +144,7 @@ def test_a_cell_counts_once_it_has_all_answers_and_scores(home):
         cells.read_cells(tiny, ["table8"])
     list(cells.collect_cells(tiny))
     assert cells.coverage(tiny) == ""
-    more = dataclasses.replace(tiny, problems={"huginn": {"words": N + 1}}, elsewhere=None)
+    more = dataclasses.replace(tiny, problems={"huginn": {"words": N + 1}})
     with pytest.raises(ResidualQuantError, match="no cell of table8 is measured"):
         cells.read_cells(more, ["table8"])
 
@@ -155,8 +154,7 @@ def test_every_step_that_computes_something_is_timed(home):
     file = paths.records_dir("tiny") / cost.TIMING
     rows = cost.read_timings(file)
     decoded = [(row["model"], row["task"]) for row in rows if row["step"] == "decode"]
-    assert decoded == [("mini-ouro-maths", "words"), ("mini-ouro-maths", "algebra"), ("mini-ouro-maths", "algebra"),
-                       ("mini-huginn", "words")]  # fmt: skip
+    assert decoded == [("mini-ouro-maths", "words"), ("mini-ouro-maths", "algebra"), ("mini-huginn", "words")]
     assert all(float(row["seconds"]) >= 0 and row["torch"] and row["machine"] and row["date"] for row in rows)
     assert {row["part"] for row in rows} == {""}
     cells.compute_cells(TINY, progress=False)  # everything is there

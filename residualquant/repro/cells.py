@@ -124,9 +124,11 @@ def _evaluate(profile, model, place, configs, n, folder, memory_bytes, score, pr
     sizes, where = CalibrationSizes(**profile.calibration, seed=profile.seed), paths.rotations_dir(profile.name)
     wanted = [configs[i] for i in learnt]
     about = {"device": profile.device, "model": model.name, "task": place[1]}
-    with timed(folder / TIMING, where, step="calibrate", configs=len(wanted), **about):
-        share = memory_bytes and memory_bytes / 2  # for captured states, and as much again for fitting
-        rotations = calibrated_many(model, wanted, place[1], sizes, where, progress, share) if learnt else []
+    rotations = []
+    if learnt:
+        with timed(folder / TIMING, where, step="calibrate", configs=len(wanted), **about):
+            share = memory_bytes and memory_bytes / 2  # for captured states, and as much again for fitting
+            rotations = calibrated_many(model, wanted, place[1], sizes, where, progress, share)
     with timed(folder / TIMING, folder, step="decode", configs=len(configs), **about):
         evaluate(
             model,

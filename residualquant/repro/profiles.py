@@ -24,16 +24,13 @@ from residualquant.repro.markup import counted
 Place = tuple[str, str]  # (family of models, task)
 Plan = Mapping[Place, Mapping[KVQuantConfig, int]]  # the configurations measured there, and on how many problems
 
-AT_FULL_SIZE = ("table2", "figure1_left")  # ``Profile.elsewhere`` limits the cells that only other labels need
-
 
 @dataclass(frozen=True)
 class Profile:
     """Size, place and models of one run.
 
     Attributes:
-        problems: {family: {task: n}}, the most problems of a cell.
-        elsewhere: the most problems of a cell that neither Table 2 nor Figure 1 (left) needs; None: the same.
+        problems: {family: {task: n}}, the problems of a cell.
         only: {(family, task): configurations}: nothing else is computed; None: everything.
         calibration: texts to fit rotations with, held-out texts, and optimiser steps.
         texts: problems of the analyses without generation (Table 1, Figure 3).
@@ -45,7 +42,6 @@ class Profile:
 
     name: str
     problems: Mapping[str, Mapping[str, int]]
-    elsewhere: int | None = None
     only: Mapping[Place, tuple[KVQuantConfig, ...]] | None = None
     calibration: Mapping[str, int] = field(default_factory=lambda: {"fit": 128, "holdout": 128, "steps": 80})
     texts: int = 512
@@ -67,17 +63,14 @@ class Profile:
 
     @cached_property
     def plan(self) -> Plan:
-        """Every cell of the profile and its number of problems: the largest that any label asks for."""
+        """Every cell of the profile and its number of problems."""
         plan: dict[Place, dict[KVQuantConfig, int]] = {}
         for label in LABELS:
             for line in lines(label):
                 place = line.family, self.task_for(line.benchmark)
                 n = self.problems.get(line.family, {}).get(place[1], 0)
-                if label not in AT_FULL_SIZE:
-                    n = min(n, self.elsewhere or n)
                 if n and (self.only is None or line.config in self.only.get(place, ())):
-                    cells = plan.setdefault(place, {})
-                    cells[line.config] = max(n, cells.get(line.config, 0))
+                    plan.setdefault(place, {})[line.config] = n
         return MappingProxyType(plan)
 
     def cells_of(self, labels: Iterable[str]) -> Plan:
@@ -96,8 +89,7 @@ class Profile:
             f"{family.capitalize()}: {', '.join(f'{task} {n}' for task, n in tasks.items())}"
             for family, tasks in self.problems.items()
         )
-        most = f" (at most {self.elsewhere} beyond Table 2)" if self.elsewhere else ""
-        return f"{'; '.join(sizes)}{most}; {counted(sum(map(len, self.plan.values())), 'cell')}"
+        return f"{'; '.join(sizes)}; {counted(sum(map(len, self.plan.values())), 'cell')}"
 
     def to_dict(self) -> dict:
         return {**asdict(self), "only": None if self.only is None else sorted(map(repr, self.only.items()))}
@@ -167,8 +159,7 @@ PROFILES = {
         ),
         Profile(
             "mini",
-            {"ouro": _sizes(200, 100), "huginn": _sizes(100, 100)},
-            elsewhere=100,
+            {"ouro": _sizes(100, 100), "huginn": _sizes(100, 100) | {"algebra": 50}},
             calibration={"fit": 64, "holdout": 32, "steps": 40},
             texts=100,
             cost="hours on 2 CPU cores",
