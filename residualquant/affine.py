@@ -48,11 +48,16 @@ def quantize(x: Tensor, bits: int, group_size: int, int2_clip: float = 0.9) -> t
         raise ValueError(f"bits must be one of 1, 2, 3, 4, 8, got {bits!r}")
     if group_size < 1 or x.shape[-1] % group_size:
         raise ValueError(f"group_size must divide {x.shape[-1]} channels, got {group_size!r}")
-    levels = 2**bits - 1
+    return quantize_by(x, 2**bits - 1, int2_clip if bits == 2 else CLIP[bits], group_size)
+
+
+def quantize_by(x: Tensor, levels: float | Tensor, clip: float | Tensor, group_size: int) -> tuple[Tensor, Tensor]:
+    """:func:`quantize`, unchecked, by the largest code and the clip: numbers, or tensors that [..., D/g] broadcasts."""
     groups = x.unflatten(-1, (-1, group_size))
     lo, hi = groups.amin(-1), groups.amax(-1)
-    width = (hi - lo) * (int2_clip if bits == 2 else CLIP[bits])
-    steps = width.new_full((1,), levels)  # a tensor: by a scalar, a GPU multiplies with the rounded reciprocal
+    width = (hi - lo) * clip
+    # a tensor: by a scalar, a GPU multiplies with the rounded reciprocal
+    steps = levels if isinstance(levels, Tensor) else width.new_full((1,), levels)
     metadata = torch.stack((width / steps, (lo + hi - width) / 2), -1)
     metadata += 0.0  # a zero has no sign in the bytes: the sign of min(-0, 0) depends on the order of the reduction
     metadata = metadata.clamp_(-FP8_MAX, FP8_MAX).to(FP8)
@@ -60,7 +65,8 @@ def quantize(x: Tensor, bits: int, group_size: int, int2_clip: float = 0.9) -> t
     scale, offset = metadata.float().split(1, -1)
     codes = (groups - offset).div_(torch.where(scale > 0, scale, 1.0))
     # ceil(n - 1/2) is floor(n) + [frac(n) > 1/2]: a half rounds down.
-    codes = codes.sub_(0.5).ceil_().clamp_(0, levels)
+    codes = codes.sub_(0.5).ceil_().clamp_(min=0)
+    codes = torch.minimum(codes, steps[..., None], out=codes)
     return codes.flatten(-2), metadata
 
 

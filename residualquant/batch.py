@@ -2,7 +2,7 @@
 
 A *row* is one sequence under one configuration. All its K and V of one token are [slots, 2 (K, V), H, D]: a *slot* is
 one (loop, layer), loop by loop, and after them come the layers that run once. So whatever is done per slot is one
-operation for all of them, and rows under different configurations differ only in which matrices turn them
+operation for all of them, and rows under different configurations differ only in which matrices rotate them
 (:class:`RotationStack`) and which codec reads them (:class:`Coding`).
 """
 
@@ -16,9 +16,9 @@ from torch import Tensor
 
 from residualquant.attention import attend_one
 from residualquant.cache import LayerRotations
-from residualquant.config import KVQuantConfig
+from residualquant.config import RAW_BITS, KVQuantConfig
 from residualquant.models.base import EDGE, KVShape
-from residualquant.residual import reconstruct_rotated
+from residualquant.residual import Mixture, mixes_with, reconstruct_rotated
 
 
 @dataclass(frozen=True)
@@ -47,47 +47,45 @@ class Slots:
 
 
 class RotationStack:
-    """The rotations of C configurations, stacked so that the rows of all of them turn in one batched product.
+    """The rotations of C configurations, stacked so that the rows of all of them are rotated in one batched product.
 
     All have the same number of loops per group. Hadamard's matrix, the same everywhere, is a stack of its own.
 
     Args:
         rotations: of each configuration; all of them shared ones, or all calibrated.
         shape: KV shape of the model.
-        dtype: what attention is computed in.
     """
 
-    def __init__(self, rotations: Sequence[LayerRotations], shape: KVShape, dtype: torch.dtype):
+    def __init__(self, rotations: Sequence[LayerRotations], shape: KVShape):
         first = rotations[0]
         self.shape, self.loops, self.means = shape, first.loops, None
         if first.is_shared:
-            self._exact = first.shared.matrix.double()
+            self._matrix = first.shared.matrix.double()
         else:
             groups = shape.loops // self.loops
             places = [(g, n, kind) for g in range(groups) for n in range(shape.layers) for kind in "kv"]
             own = [[r.get(*place) for r in rotations] for place in places]
             size = (shape.kv_heads, shape.head_dim, shape.head_dim)
             stacked = torch.stack([torch.stack([r.matrix.double().expand(size) for r in place]) for place in own])
-            self._exact = stacked.unflatten(0, (groups, shape.layers, 2))
+            self._matrix = stacked.unflatten(0, (groups, shape.layers, 2))
             if any(r.means is not None for place in own for r in place):
                 self.means = self._stack_means(own).unflatten(0, (groups, shape.layers, 2)).permute(4, 3, 0, 1, 2, 5, 6)
-        self._fast = self._exact.to(dtype)
 
     @property
     def is_shared(self) -> bool:
-        """True where one matrix turns everything."""
-        return self._exact.dim() == 2
+        """True where one matrix rotates everything."""
+        return self._matrix.dim() == 2
 
-    def index(self, rows_of: Mapping[int, list[int]], spare: int) -> Tensor:
+    def index(self, rows_of: Mapping[int, Tensor], spare: int) -> Tensor:
         """The rows [C, n] of each configuration (by its place), filled up with the row ``spare``; C is 1 if shared."""
         if self.is_shared:
-            return torch.tensor([[row for rows in rows_of.values() for row in rows]])
-        longest = max(map(len, rows_of.values()))
-        return torch.tensor([(rows_of.get(c, []) + [spare] * longest)[:longest] for c in range(self._exact.shape[3])])
+            return torch.cat(list(rows_of.values()))[None]
+        every = [rows_of.get(place, torch.empty(0, dtype=torch.long)) for place in range(self._matrix.shape[3])]
+        return torch.nn.utils.rnn.pad_sequence(every, batch_first=True, padding_value=spare)
 
     def _stack_means(self, own: list[list]) -> Tensor:
         """[places, C, loops of a group, H, D]; zeros where a rotation has no means."""
-        means = self._exact.new_zeros(
+        means = self._matrix.new_zeros(
             len(own), len(own[0]), self.loops, self.shape.kv_heads, self.shape.head_dim, dtype=torch.float32
         )
         for place, rotations in enumerate(own):
@@ -96,13 +94,6 @@ class RotationStack:
                     given = rotation.means
                     means[place, column] = given if given.dim() == 3 else given[:, None]
         return means
-
-    def of_slot(self, slot: int, kind: str) -> Tensor:
-        """The matrices of K or of V in one slot of the loops: [C, H, D, D], or [D, D] where all are the same."""
-        if self.is_shared:
-            return self._fast
-        loop, layer = divmod(slot, self.shape.layers)
-        return self._fast[loop // self.loops, layer, "kv".index(kind)]
 
     def rotate(self, x: Tensor, column: int | None = None) -> Tensor:
         """States of the loops in rotated space, as the codec rotates them: summed in FP64, rounded once.
@@ -114,44 +105,35 @@ class RotationStack:
         Returns:
             The same shape, FP32.
         """
+        return self._multiply(x, self._matrix, column)
+
+    def unrotate(self, z: Tensor, column: int | None = None) -> Tensor:
+        """The inverse of :meth:`rotate`, as the codec has it."""
+        return self._multiply(z, self._matrix.mT, column)
+
+    def _multiply(self, x: Tensor, matrix: Tensor, column: int | None) -> Tensor:
         if self.is_shared:
-            return (x.double() @ self._exact).float()
-        groups, layers = self._exact.shape[:2]
-        matrix = self._exact if column is None else self._exact[:, :, :, column : column + 1]
+            return (x.double() @ matrix).float()
+        groups, layers = matrix.shape[:2]
+        matrix = matrix if column is None else matrix[:, :, :, column : column + 1]
         split = x.unflatten(2, (groups, self.loops, layers)).permute(2, 4, 5, 0, 6, 1, 3, 7)
         z = split.to(torch.float64, memory_format=torch.contiguous_format).flatten(5, 6) @ matrix
         return z.float().unflatten(5, split.shape[5:7]).permute(3, 5, 0, 6, 1, 2, 4, 7).flatten(2, 4)
 
 
-def turn(x: Tensor, index: Tensor, matrix: Tensor) -> None:
-    """Multiply the rows ``index`` of ``x`` by the matrices of their configurations, in place.
-
-    Args:
-        x: [rows, H, J, D], J vectors per KV head.
-        index: [C, n] rows of each configuration; one may appear again and again as padding if nobody reads it.
-        matrix: [C, H, D, D] or [D, D].
-    """
-    own = x[index]
-    if matrix.dim() == 2:
-        x[index] = own @ matrix
-    else:
-        turned = own.transpose(1, 2).flatten(2, 3) @ matrix
-        x[index] = turned.unflatten(2, (own.shape[1], -1)).transpose(1, 2)
-
-
 @dataclass(frozen=True, eq=False)
 class Coding:
-    """States that one codec reads in one call.
+    """States that are coded in one call.
 
     Attributes:
-        codec: of one loop group, without rotation.
+        mixture: their codecs, of one loop group.
         rows: their rows, [n], or all.
         slots: their slots, whole loops; an index of the slots of some layers, [loops * layers].
         loops: loops that the slots have.
         means: mu of rotated rows, [L, n or 1, groups, layers, 2, H, D], or None.
     """
 
-    codec: KVQuantConfig
+    mixture: Mixture
     rows: Tensor | slice
     slots: Tensor | slice
     loops: int
@@ -161,54 +143,70 @@ class Coding:
         """Replace the states ``z`` [rows, slots, 2, H, D], in rotated space, by what the packed cache gives back."""
         both = isinstance(self.rows, Tensor) and isinstance(self.slots, Tensor)
         index = (self.rows[:, None], self.slots) if both else (self.rows, self.slots)
-        own = z[index].float()
-        grouped = own.unflatten(1, (self.loops // self.codec.loops, self.codec.loops, -1)).movedim(2, 0)
-        z[index] = reconstruct_rotated(grouped, self.codec, self.means).movedim(0, 2).flatten(1, 3).to(z.dtype)
+        own, loops = z[index].float(), self.mixture.like.loops
+        grouped = own.unflatten(1, (self.loops // loops, loops, -1)).movedim(2, 0)
+        z[index] = reconstruct_rotated(grouped, self.mixture, self.means).movedim(0, 2).flatten(1, 3).to(z.dtype)
 
 
-def codings(
-    slots: Slots,
-    rows_of: Sequence[tuple[KVQuantConfig, Tensor | slice, tuple[RotationStack, int] | None]],
-    device: torch.device,
-) -> list[Coding]:
-    """How the rows of every configuration are coded, in as few calls as there are codecs.
+Member = tuple[KVQuantConfig, Tensor | slice, "tuple[RotationStack, int] | None"]
+
+
+def codings(slots: Slots, rows_of: Sequence[Member], device: torch.device) -> list[Coding]:
+    """How the rows of every configuration are coded, in few calls.
 
     Args:
         slots: of the model.
         rows_of: (configuration, its rows, its rotations as a stack and the place in it).
         device: of the states.
     """
-    found: dict[tuple, list[tuple]] = {}
+    found: dict[tuple, list[Member]] = {}
     for cfg, rows, rotation in rows_of:
         layers_of: dict[KVQuantConfig, list[int]] = {}
         for layer in range(slots.shape.layers):
             layers_of.setdefault(cfg.for_layer(layer).codec, []).append(layer)
         for codec, layers in layers_of.items():
-            found.setdefault((codec, tuple(layers)), []).append((rows, rotation))
+            found.setdefault((mixes_with(codec), tuple(layers)), []).append((codec, rows, rotation))
         if slots.edge_layers:
-            found.setdefault((cfg.for_edge.codec, None), []).append((rows, None))
+            codec = cfg.for_edge.codec
+            found.setdefault((mixes_with(codec), None), []).append((codec, rows, None))
     made = []
-    for (codec, layers), members in found.items():
-        if codec.is_off:
+    for (_, layers), members in found.items():
+        if members[0][0].is_off:
             continue
-        rows = members[0][0] if len(members) == 1 else torch.cat([rows for rows, _ in members])
+        mixture, rows = _mix(members)
         if layers is None:
-            made.append(Coding(codec, rows, slice(slots.looped, slots.count), 1))
+            made.append(Coding(mixture, rows, slice(slots.looped, slots.count), 1))
             continue
         own: Tensor | slice = slice(slots.looped)
         if len(layers) < slots.shape.layers:
             own = torch.tensor([slots.of(loop, n) for loop in range(slots.shape.loops) for n in layers], device=device)
-        made.append(Coding(codec, rows, own, slots.shape.loops, _means_of(members, layers)))
+        made.append(Coding(mixture, rows, own, slots.shape.loops, _means_of(members, layers)))
     return made
 
 
-def _means_of(members: list[tuple], layers: tuple[int, ...]) -> Tensor | None:
+def _mix(members: Sequence[Member]) -> tuple[Mixture, Tensor | slice]:
+    """The codecs of some configurations as one, and the rows of all."""
+    codecs = list(dict.fromkeys(codec for codec, _, _ in members))
+    if len(members) == 1:
+        return Mixture(codecs), members[0][1]
+    kinds = torch.cat([torch.full_like(rows, codecs.index(codec)) for codec, rows, _ in members])
+    return Mixture(codecs, kinds), torch.cat([rows for _, rows, _ in members])
+
+
+def raw_slots(slots: Slots, cfg: KVQuantConfig) -> list[int]:
+    """The slots of the loops that ``cfg`` stores raw."""
+    looped = ((loop, n) for loop in range(slots.shape.loops) for n in range(slots.shape.layers))
+    return [slots.of(loop, n) for loop, n in looped if cfg.for_layer(n).bits[loop % cfg.loops] == RAW_BITS]
+
+
+def _means_of(members: Sequence[Member], layers: tuple[int, ...]) -> Tensor | None:
     """mu of every row, [L, n or 1, groups, layers, 2, H, D]; None where no rotation has means."""
     parts = []
-    like = next((stack[0].means for _, stack in members if stack is not None and stack[0].means is not None), None)
+    given = [rotation[0].means for *_, rotation in members if rotation is not None]
+    like = next((means for means in given if means is not None), None)
     if like is None:
         return None
-    for rows, rotation in members:
+    for _, rows, rotation in members:
         stack, place = rotation or (None, 0)
         means = torch.zeros_like(like[:, 0]) if stack is None or stack.means is None else stack.means[:, place]
         count = rows.numel() if isinstance(rows, Tensor) else 1
@@ -219,9 +217,9 @@ def _means_of(members: list[tuple], layers: tuple[int, ...]) -> Tensor | None:
 class DecodeCache:
     """Dequantised caches of many sequences, each under its own configuration: what a decode step reads (Sec. 4).
 
-    ``data`` [slots, 2 (K, V), rows, H, capacity, D] in each row's rotated space holds what the packed cache would
-    decode to. Rows are right-padded: row i has its tokens in columns 0 … lengths[i] - 1. During a step the column
-    ``lengths[i]`` holds the current token in BF16 precision; :meth:`commit` replaces it by its reconstruction.
+    ``data`` [slots, 2 (K, V), rows, H, capacity, D] holds what the packed cache would decode to. Rows are right-padded:
+    row i has its tokens in columns 0 … lengths[i] - 1. During a step the column ``lengths[i]`` holds the current token
+    in BF16 precision; :meth:`commit` replaces it by its reconstruction.
     Reading it runs at memory bandwidth, 8 * S * H * D bytes per row and slot.
 
     Args:
@@ -262,8 +260,8 @@ class DecodeCache:
         """Put tokens of a prompt into its row, the first of them at column ``start``.
 
         Args:
-            raw: [T, slots, 2, H, D] BF16 values in the row's rotated space, for the BF16 windows.
-            rebuilt: the same tokens as the packed cache decodes them, rotated space.
+            raw: [T, slots, 2, H, D] of BF16 precision, for the BF16 windows.
+            rebuilt: the same tokens as the packed cache decodes them.
         """
         raw, rebuilt = (x.permute(1, 2, 3, 0, 4) for x in (raw, rebuilt))
         self.data[:, :, row, :, start : start + rebuilt.shape[3]] = rebuilt
@@ -288,25 +286,25 @@ class DecodeCache:
         bias = torch.zeros(hidden.shape, dtype=self.data.dtype, device=hidden.device)
         self._bias = bias.masked_fill_(hidden, -torch.inf)[:, None, None]
 
-    def attend(self, slot: int, vectors: Tensor) -> Tensor:
+    def attend(self, slot: int, q: Tensor, kv: Tensor) -> Tensor:
         """Attention of the current token of every row over its past and itself.
 
         Args:
-            vectors: [rows, H, G + 2, D] in each row's rotated space: the queries of every KV head, its key, its value;
-                these two of BF16 precision before they were rotated.
+            q: [rows, H, G, D], the queries of every KV head.
+            kv: [rows, 2, H, D] of BF16 precision, the key and the value.
 
         Returns:
-            [rows, H, G, D], in the rotated space of V.
+            [rows, H, G, D].
         """
         data, seen = self.data[slot], self.longest + 1
-        data[:, self._index, :, self.lengths] = vectors[:, :, -2:].transpose(1, 2)
-        return attend_one(vectors[:, :, :-2], data[0, :, :, :seen], data[1, :, :, :seen], self._bias)
+        data[:, self._index, :, self.lengths] = kv
+        return attend_one(q, data[0, :, :, :seen], data[1, :, :, :seen], self._bias)
 
     def commit(self, raw: Tensor, rebuilt: Tensor) -> None:
         """End the step: the current tokens become past.
 
         Args:
-            raw: [rows, slots, 2, H, D], their BF16 values in each row's rotated space, for the BF16 windows.
+            raw: [rows, slots, 2, H, D] of BF16 precision, for the BF16 windows.
             rebuilt: what the packed cache decodes them to.
         """
         windowed = [row for row, cfg in enumerate(self.configs) if cfg.has_windows]

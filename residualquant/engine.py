@@ -14,13 +14,14 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from residualquant.attention import attend_prompt, compute_dtype, count_unusable, make_finite, make_finite_
-from residualquant.batch import Coding, DecodeCache, RotationStack, Slots, codings, turn
+from residualquant.batch import Coding, DecodeCache, RotationStack, Slots, codings, raw_slots
 from residualquant.cache import LayerRotations, RotationMap, loop_groups
 from residualquant.config import KVQuantConfig, preset
 from residualquant.models.base import LoopedModel
@@ -156,47 +157,47 @@ def check_request(model, prompts, configs, max_new_tokens, max_rows=None, memory
 
 @dataclass
 class _Lane:
-    """Prompts admitted together, one row per (configuration, prompt) of ``sequences``.
+    """Prompts admitted together, one row per (configuration, prompt).
 
-    ``tokens`` [rows] are the newest ones, ``unusable`` [rows] how many values of the prompts had to be replaced.
+    Attributes:
+        cache, storage: what the rows read, and where it lives.
+        tokens: [rows], the newest ones.
+        sequences: [rows, 2], configuration and prompt of each row.
+        unusable: [rows], how many values of the prompts had to be replaced.
+        outputs: [rows, most], the first ``count`` columns of which are known.
+        alive: [rows], whether a row is still decoded.
     """
 
     cache: DecodeCache
     storage: Tensor
     tokens: Tensor
-    sequences: list[tuple[int, int]]
+    sequences: np.ndarray
     unusable: Tensor
-    outputs: list[list[int]] = field(default_factory=list)
-    alive: list[bool] = field(default_factory=list)
+    outputs: np.ndarray
+    alive: np.ndarray
+    count: int = 0
 
-    def __post_init__(self) -> None:
-        self.outputs = [[] for _ in self.sequences]
-        self.alive = [True] * len(self.sequences)
-
-    def collect(self, newest: list[int], eos_ids: set[int], limit: int) -> list[Completion]:
+    def collect(self, newest: np.ndarray, eos_ids: np.ndarray) -> list[Completion]:
         """Take one new token per row; returns the sequences that end with it."""
+        stopped = np.isin(newest, eos_ids)
+        self.outputs[:, self.count] = newest
+        self.count += 1
+        ended = self.alive & (stopped | (self.count == self.outputs.shape[1]))
+        self.alive &= ~ended
         done = []
-        for row, token in enumerate(newest):
-            if not self.alive[row]:
-                continue
-            stopped = token in eos_ids
-            if not stopped:
-                self.outputs[row].append(token)
-            if stopped or len(self.outputs[row]) == limit:
-                self.alive[row] = False
-                done.append(Completion(*self.sequences[row], self.outputs[row], stopped))
+        for row in np.flatnonzero(ended):
+            tokens = self.outputs[row, : self.count - stopped[row]].tolist()
+            done.append(Completion(*self.sequences[row].tolist(), tokens, bool(stopped[row])))
         return done
 
     def shrink(self) -> bool:
         """Drop finished rows once an eighth of them is; True where rows moved or went."""
-        rows = [row for row, alive in enumerate(self.alive) if alive]
+        rows = np.flatnonzero(self.alive)
         if len(self.alive) - len(rows) < max(1, len(self.alive) // 8):
             return False
-        order = self.cache.keep(rows)
+        order = self.cache.keep(rows.tolist())
         self.tokens = self.tokens[torch.tensor(order, dtype=torch.long, device=self.tokens.device)]
-        self.sequences = [self.sequences[row] for row in order]
-        self.outputs = [self.outputs[row] for row in order]
-        self.alive = [True] * len(rows)
+        self.sequences, self.outputs, self.alive = self.sequences[order], self.outputs[order], self.alive[order]
         return True
 
 
@@ -204,12 +205,14 @@ class _Lane:
 class _Layout:
     """Which rows of the whole batch belong to which lane and codec, and to the configurations of which rotations.
 
-    ``rotated`` pairs a stack with the rows [C, n] of its configurations, padded by the row after the last one.
+    ``rotated`` pairs a stack with the rows [C, n] of its configurations, padded by the row after the last one; ``raw``
+    are rows and slots that no rotation may touch.
     """
 
     slices: list[slice]
     codings: list[Coding]
     rotated: list[tuple[RotationStack, Tensor]]
+    raw: list[tuple[Tensor, Tensor]]
 
 
 class _Decoder:
@@ -217,7 +220,7 @@ class _Decoder:
 
     def __init__(self, model, prompts, configs, max_new_tokens, eos_ids, rotations):
         self.model, self.prompts, self.configs = model, prompts, configs
-        self.limit, self.eos_ids = max_new_tokens, eos_ids
+        self.limit, self.eos_ids = max_new_tokens, np.array(sorted(eos_ids), dtype=np.int64)
         self.slots, self.device = Slots(model.kv_shape, model.edge_layers), model.device
         self.dtype = compute_dtype(model.dtype)
         self.rotations = self._stack(rotations)
@@ -238,7 +241,7 @@ class _Decoder:
                 alike.setdefault(cfg.rotation, {})[index] = own
         places: list[tuple[RotationStack, int] | None] = [None] * len(self.configs)
         for members in alike.values():
-            stack = RotationStack(list(members.values()), self.slots.shape, self.dtype)
+            stack = RotationStack(list(members.values()), self.slots.shape)
             for place, index in enumerate(members):
                 places[index] = (stack, place)
         return places
@@ -283,17 +286,17 @@ class _Decoder:
             while waiting or lanes:
                 while waiting and free:
                     lane = self._admit(waiting.pop(), free.pop())
-                    lane.alive = [sequence not in skip for sequence in lane.sequences]
+                    lane.alive[:] = [tuple(sequence) not in skip for sequence in lane.sequences.tolist()]
                     lanes.append(lane)
                     layout = None
-                    self._count(lane, lane.unusable.tolist())
-                    for done in lane.collect(lane.tokens.tolist(), self.eos_ids, self.limit):
+                    self._count(lane, lane.unusable.cpu().numpy())
+                    for done in lane.collect(lane.tokens.cpu().numpy(), self.eos_ids):
                         bar.update()
                         yield done
                 changed = [lane.shrink() for lane in lanes]
                 if any(changed):
-                    free += [lane.storage for lane in lanes if not lane.sequences]
-                    lanes = [lane for lane in lanes if lane.sequences]
+                    free += [lane.storage for lane in lanes if not lane.cache.rows]
+                    lanes = [lane for lane in lanes if lane.cache.rows]
                     layout = None
                     if waiting and free:
                         continue
@@ -303,16 +306,16 @@ class _Decoder:
                 newest, unusable = self._step(lanes, layout)
                 for lane, rows in zip(lanes, layout.slices):
                     self._count(lane, unusable[rows])
-                    for done in lane.collect(newest[rows], self.eos_ids, self.limit):
+                    for done in lane.collect(newest[rows], self.eos_ids):
                         bar.update()
                         yield done
 
         self._warn()
 
-    def _count(self, lane: _Lane, unusable: list[int]) -> None:
+    def _count(self, lane: _Lane, unusable: np.ndarray) -> None:
         """Add what was replaced in the rows that are still decoded to their configurations' numbers."""
-        for (column, _), alive, count in zip(lane.sequences, lane.alive, unusable):
-            self.sanitised[column] += alive * count
+        for row in np.flatnonzero(lane.alive & (unusable > 0)):
+            self.sanitised[lane.sequences[row, 0]] += int(unusable[row])
 
     def _warn(self) -> None:
         for cfg, count in zip(self.configs, self.sanitised):
@@ -346,8 +349,10 @@ class _Decoder:
         cache = DecodeCache(self.slots, self.configs * len(prompts), lengths, capacity, storage)
         kv, first, unusable = self._prefill(prompts)
         self._code_prompts(cache, kv, prompts)
-        sequences = [(column, index) for index in indices for column in range(width)]
-        return _Lane(cache, storage, first.repeat_interleave(width), sequences, unusable.repeat_interleave(width))
+        sequences = np.array([(column, index) for index in indices for column in range(width)])
+        tokens, unusable = (x.repeat_interleave(width) for x in (first, unusable))
+        outputs = np.zeros((len(sequences), self.limit), dtype=np.int64)
+        return _Lane(cache, storage, tokens, sequences, unusable, outputs, np.ones(len(sequences), dtype=bool))
 
     def _code_prompts(self, cache: DecodeCache, kv: Tensor, prompts: list[list[int]]) -> None:
         """Fill the rows of ``cache`` with ``kv`` [B, T, slots, 2, H, D] as every configuration codes it, in blocks."""
@@ -357,24 +362,24 @@ class _Decoder:
         for start in range(0, longest, size):
             block = kv[:, start : start + size].contiguous()
             for rotation, columns in self.spaces:
-                raw = self._rotate(block, rotation)
+                rotated = block.flatten(0, 1).clone()
+                looped = rotated[None, :, : self.slots.looped]
+                if rotation is not None:
+                    stack, place = rotation
+                    looped.copy_(stack.rotate(looped, place))
                 for column in columns:
-                    rebuilt = raw.clone()
+                    rebuilt = rotated.clone()
                     for coding in self.alone[column]:
-                        coding.apply(rebuilt.flatten(0, 1))
-                    for place in range(count):
-                        own = slice(max(0, padding[place] - start), None)
-                        at = max(0, start - padding[place])
-                        cache.fill(place * width + column, at, raw[place, own], rebuilt[place, own])
-
-    def _rotate(self, kv: Tensor, rotation: tuple[RotationStack, int] | None) -> Tensor:
-        """``kv`` [B, T, slots, 2, H, D] in the space of ``rotation``."""
-        if rotation is None:
-            return kv
-        stack, place = rotation
-        looped, edge = kv.flatten(0, 1).split((self.slots.looped, self.slots.edge_layers), 1)
-        rotated = stack.rotate(looped[None], place)[0].to(kv.dtype)
-        return torch.cat((rotated, edge), 1).view(kv.shape)
+                        coding.apply(rebuilt)
+                    if rotation is not None:
+                        looped = rebuilt[None, :, : self.slots.looped]
+                        looped.copy_(stack.unrotate(looped, place))
+                        raw = raw_slots(self.slots, self.configs[column])
+                        rebuilt[:, raw] = block.flatten(0, 1)[:, raw]
+                    rebuilt = rebuilt.view(block.shape)
+                    for prompt in range(count):
+                        own, at = slice(max(0, padding[prompt] - start), None), max(0, start - padding[prompt])
+                        cache.fill(prompt * width + column, at, block[prompt, own], rebuilt[prompt, own])
 
     def _prefill(self, prompts: list[list[int]]) -> tuple[Tensor, Tensor, Tensor]:
         """K and V of left-padded prompts, the next tokens, and how many values of each prompt had to be replaced.
@@ -399,24 +404,25 @@ class _Decoder:
         return make_finite_(kv), logits[:, -1].argmax(-1), unusable
 
     def _layout(self, lanes: list[_Lane]) -> _Layout:
-        slices, start = [], 0
-        rows_of: dict[int, list[int]] = {}
-        for lane in lanes:
-            slices.append(slice(start, start + lane.cache.rows))
-            for row, (column, _) in enumerate(lane.sequences):
-                rows_of.setdefault(column, []).append(start + row)
-            start += lane.cache.rows
-        coded, stacks = [], {}
-        for column, rows in sorted(rows_of.items()):
-            rotation = self.rotations[column]
-            coded.append((self.configs[column], torch.tensor(rows, device=self.device), rotation))
+        stops = np.cumsum([lane.cache.rows for lane in lanes])
+        slices = [slice(stop - lane.cache.rows, stop) for stop, lane in zip(stops.tolist(), lanes)]
+        columns = np.concatenate([lane.sequences[:, 0] for lane in lanes])
+        order = np.argsort(columns, kind="stable")
+        present, starts = np.unique(columns[order], return_index=True)
+        coded, stacks, raw = [], {}, []
+        for column, rows in zip(present.tolist(), np.split(order, starts[1:])):
+            cfg, rotation, rows = self.configs[column], self.rotations[column], torch.from_numpy(rows)
+            coded.append((cfg, rows.to(self.device), rotation))
             if rotation is not None:
                 stacks.setdefault(id(rotation[0]), (rotation[0], {}))[1][rotation[1]] = rows
-        rotated = [(stack, stack.index(rows, spare=start).to(self.device)) for stack, rows in stacks.values()]
-        return _Layout(slices, codings(self.slots, coded, self.device), rotated)
+                if slots := raw_slots(self.slots, cfg):
+                    raw.append((rows[:, None].to(self.device), torch.tensor(slots, device=self.device)))
+        spare = slices[-1].stop
+        rotated = [(stack, stack.index(rows, spare).to(self.device)) for stack, rows in stacks.values()]
+        return _Layout(slices, codings(self.slots, coded, self.device), rotated, raw)
 
     @torch.no_grad()
-    def _step(self, lanes: list[_Lane], layout: _Layout) -> tuple[list[int], list[int]]:
+    def _step(self, lanes: list[_Lane], layout: _Layout) -> tuple[np.ndarray, np.ndarray]:
         """Decode one token of every row; the token before it is packed once its last loop is done.
 
         Returns:
@@ -429,41 +435,34 @@ class _Decoder:
 
         def attend(loop: int, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             slot = self.slots.of(loop, layer)
-            return self._attend(lanes, layout, stage, slot, q[:, 0], k[:, 0], v[:, 0])[:, None]
+            stage[:rows, slot] = torch.cat((k, v), 1).to(torch.bfloat16)
+            kv = make_finite(stage[:rows, slot])
+            query = q[:, 0].to(self.dtype).unflatten(1, (s.kv_heads, -1))
+            out = [lane.cache.attend(slot, query[own], kv[own]) for lane, own in zip(lanes, layout.slices)]
+            return torch.cat(out).flatten(1, 2)[:, None].to(q.dtype)
 
         ids = torch.cat([lane.tokens for lane in lanes])[:, None]
         positions = torch.cat([lane.cache.lengths for lane in lanes])[:, None]
         logits = self.model(ids, positions, attend, last_only=True).logits
         newest = logits[:, -1].argmax(-1)
         unusable = count_unusable(stage[:rows], 1)
-        make_finite_(stage)
-        looped = stage[:, : self.slots.looped]
-        for stack, index in layout.rotated:
-            looped[index] = stack.rotate(looped[index]).to(self.dtype)
-        raw = stage.clone() if any(cfg.has_windows for cfg in self.configs) else stage
-        for coding in layout.codings:
-            coding.apply(stage)
+        coded = self._code(make_finite_(stage), layout)
         for lane, own in zip(lanes, layout.slices):
-            lane.cache.commit(raw[own], stage[own])
+            lane.cache.commit(stage[own], coded[own])
             lane.tokens = newest[own]
-        newest, unusable = torch.stack((newest, unusable)).tolist()
+        newest, unusable = torch.stack((newest, unusable)).cpu().numpy()
         return newest, unusable
 
-    def _attend(self, lanes, layout, stage, slot, q, k, v) -> Tensor:
-        """One slot of a step for all rows: q [rows, Hq, D], k and v [rows, H, D] -> [rows, Hq, D]."""
-        (rows, heads, dim), queries = k.shape, q.shape[1] // k.shape[1]
-        kv = torch.stack((k, v), 2).to(torch.bfloat16)
-        stage[:rows, slot] = kv.transpose(1, 2)
-        vectors = self._buffer("vectors", rows + 1, heads, queries + 2, dim)
-        vectors[:rows, :, :queries] = q.unflatten(1, (heads, queries))
-        vectors[:rows, :, queries:] = make_finite_(kv)
-        rotated = layout.rotated if slot < self.slots.looped else ()
-        for stack, index in rotated:
-            turn(vectors[:, :, :-1], index, stack.of_slot(slot, "k"))
-            turn(vectors[:, :, -1:], index, stack.of_slot(slot, "v"))
-        out = self._buffer("outputs", rows + 1, heads, queries, dim)
-        for lane, own in zip(lanes, layout.slices):
-            out[own] = lane.cache.attend(slot, vectors[own])
-        for stack, index in rotated:
-            turn(out, index, stack.of_slot(slot, "v").mT)
-        return out[:rows].flatten(1, 2).to(q.dtype)
+    def _code(self, raw: Tensor, layout: _Layout) -> Tensor:
+        """The states [rows + 1, slots, 2, H, D] as the packed caches decode them."""
+        coded = self._buffer("coded", *raw.shape).copy_(raw)
+        looped = coded[:, : self.slots.looped]
+        for stack, index in layout.rotated:
+            looped[index] = stack.rotate(looped[index]).to(self.dtype)
+        for coding in layout.codings:
+            coding.apply(coded)
+        for stack, index in layout.rotated:
+            looped[index] = stack.unrotate(looped[index]).to(self.dtype)
+        for index in layout.raw:
+            coded[index] = raw[index]
+        return coded

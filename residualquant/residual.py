@@ -15,7 +15,7 @@ bytes of a token do not depend on what it is batched with: whole, chunked and to
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -23,13 +23,13 @@ import torch
 from torch import Tensor
 
 from residualquant import layout
-from residualquant.affine import FP8, dequantize, pack_valid_codes, quantize, unpack_codes
+from residualquant.affine import CLIP, FP8, dequantize, pack_valid_codes, quantize_by, unpack_codes
 from residualquant.config import RAW_BITS, KVQuantConfig
 from residualquant.rotation import Rotation, rotation_for
 
 LIMIT = 65504.0  # the largest FP16 value: inputs are clamped to +-LIMIT before coding
 CPU_BLOCK_VALUES = 2**18  # values coded at a time: what fits the cache of a core
-GPU_BLOCK_VALUES = 2**24  # enough to fill a GPU
+GPU_BLOCK_VALUES = 2**26  # enough to fill a GPU
 
 
 @dataclass(frozen=True, eq=False)
@@ -123,19 +123,87 @@ class Step:
         return slice(self.loops.start, self.loops.stop)
 
 
-@lru_cache(maxsize=256)
 def coding_steps(cfg: KVQuantConfig) -> tuple[Step, ...]:
     """The steps that code (or rebuild) a loop group, each after the step of its reference."""
+    return _steps(cfg, cfg.bits)
+
+
+@lru_cache(maxsize=256)
+def _steps(cfg: KVQuantConfig, kinds: tuple) -> tuple[Step, ...]:
+    """:func:`coding_steps`, where loops of one of the ``kinds`` may be coded together."""
     order = sorted(range(cfg.loops), key=lambda loop: (len(layout.loops_read(cfg, loop)), loop))
     steps: list[Step] = []
     for loop in order:
         step = Step(range(loop, loop + 1), cfg.reference_of(loop), cfg.bits[loop], cfg.group_sizes[loop])
         last = steps[-1] if steps else None
-        if last and last.loops.stop == loop and (last.reference, last.bits) == (step.reference, step.bits):
+        alike = last and (last.reference, kinds[last.loops.start]) == (step.reference, kinds[loop])
+        if alike and last.loops.stop == loop:
             steps[-1] = Step(range(last.loops.start, loop + 1), step.reference, step.bits, step.group_size)
         else:
             steps.append(step)
     return tuple(steps)
+
+
+class Mixture:
+    """Codecs of n rows that are coded together, each by its own: they differ in bits, clip and coefficient alone.
+
+    Args:
+        codecs: for each kind of row; more than one only of equal :func:`mixes_with`.
+        kinds: which of them each row has, [n] int; None where there is one.
+    """
+
+    def __init__(self, codecs: Sequence[KVQuantConfig], kinds: Tensor | None = None):
+        self.like = codecs[0]
+        self.steps = coding_steps(self.like)
+        self._levels = self._clip = self._norm_ratio = self._unit = None
+        self._coefficient = self.like.coefficient
+        if len(codecs) == 1:
+            return
+        self.steps = _steps(self.like, self.like.group_sizes)
+
+        def of_rows(values: list) -> Tensor:
+            return torch.tensor(values, device=kinds.device)[kinds]
+
+        self._levels = of_rows([[2.0**bits - 1 for bits in c.bits] for c in codecs]).T
+        self._clip = of_rows([[_clip(c, bits) for bits in c.bits] for c in codecs]).T
+        coefficients = {c.coefficient for c in codecs}
+        if len(coefficients) > 1:
+            self._coefficient = None
+            self._norm_ratio = of_rows([c.coefficient == "norm_ratio" for c in codecs])
+            self._unit = of_rows([c.coefficient == "unit" for c in codecs])
+        else:
+            self._coefficient = coefficients.pop()
+
+    def quantize(self, residual: Tensor, step: Step, rows: slice) -> tuple[Tensor, Tensor]:
+        """Codes and metadata of a step's loops, residual [k, n, ..., D]."""
+        if self._levels is None:
+            levels, clip = 2**step.bits - 1, _clip(self.like, step.bits)
+        else:
+            shape = (*residual.shape[:2], *(1,) * (residual.dim() - 2))
+            levels, clip = (table[step.slice, rows].reshape(shape) for table in (self._levels, self._clip))
+        return quantize_by(residual, levels, clip, step.group_size)
+
+    def coefficient(self, target: Tensor, reference: Tensor, rows: slice) -> Tensor | None:
+        """alpha of each token and head, [k, n, ..., 1] bf16; None for 1."""
+        if self._coefficient:
+            return _coefficient(target, reference, self._coefficient)
+        shape = (target.shape[1], *(1,) * (target.dim() - 2))
+        norm_ratio, unit = (mask[rows].view(shape) for mask in (self._norm_ratio, self._unit))
+        energy = _dot(reference, reference)
+        product = _dot(target, torch.where(norm_ratio, target, reference))
+        alpha = torch.where(norm_ratio, product.sqrt() / energy.sqrt(), product / energy)
+        return torch.where(unit, 1.0, _valid(alpha, energy))
+
+
+def _clip(cfg: KVQuantConfig, bits: int) -> float:
+    return cfg.int2_clip if bits == 2 else CLIP.get(bits, 1.0)
+
+
+def mixes_with(cfg: KVQuantConfig) -> object:
+    """Codecs of which this is equal can be a :class:`Mixture`: any with itself; also others where all loops have codes."""
+    if None in cfg.group_sizes:
+        return cfg
+    return cfg.reference, cfg.group_sizes, cfg.rounding
 
 
 def encode(x: Tensor, cfg: KVQuantConfig, rotation: Rotation | Tensor | None = None) -> PackedKV:
@@ -162,7 +230,7 @@ def encode(x: Tensor, cfg: KVQuantConfig, rotation: Rotation | Tensor | None = N
         sanitised = (clean != given).sum(dtype=torch.int32)
         z = _rotate(_round_raw_loops(clean, cfg, x.dtype), rotation)
         loops: dict[int, PackedLoop] = {}
-        for coded in _code(z, cfg, _means(rotation), rebuild_all=False):
+        for coded in _code(z, Mixture([cfg]), slice(None), _means(rotation), rebuild_all=False):
             loops |= _pack(coded, clean, _raw_dtype(x.dtype))
         parts.append(PackedKV(cfg, x.shape[-1], tuple(loops[i] for i in range(cfg.loops)), rotation, sanitised))
     packed = concatenate(parts, 0) if len(parts) > 1 else parts[0]
@@ -186,16 +254,16 @@ def reconstruct(x: Tensor, cfg: KVQuantConfig, rotation: Rotation | Tensor | Non
     out = torch.empty(tokens.shape, dtype=torch.float32, device=x.device)
     for block in _blocks(tokens):
         clean = _round_raw_loops(_sanitise(tokens[:, block].float()), cfg, x.dtype)
-        out[:, block] = reconstruct_rotated(_rotate(clean, rotation), cfg, _means(rotation))
+        out[:, block] = reconstruct_rotated(_rotate(clean, rotation), Mixture([cfg]), _means(rotation))
     return out.reshape(x.shape)
 
 
-def reconstruct_rotated(z: Tensor, cfg: KVQuantConfig, means: Tensor | None = None) -> Tensor:
+def reconstruct_rotated(z: Tensor, mixture: Mixture, means: Tensor | None = None) -> Tensor:
     """Zhat of states that are in their rotated space already, each token in its own if need be (Sec. 3.2).
 
     Args:
         z: [L, n, ..., D] fp32, finite; the loops of a group and n tokens.
-        cfg: how to code; its rotation does not count.
+        mixture: how each token is coded; rotations do not count.
         means: mu of the anchor and of the other loops' residuals, [L, n or 1, ..., D] fp32, or None.
 
     Returns:
@@ -204,7 +272,7 @@ def reconstruct_rotated(z: Tensor, cfg: KVQuantConfig, means: Tensor | None = No
     out = torch.empty(z.shape, dtype=torch.float32, device=z.device)
     for block in _blocks(z):
         own = means if means is None or means.shape[1] == 1 else means[:, block]
-        for coded in _code(z[:, block], cfg, own, rebuild_all=True):
+        for coded in _code(z[:, block], mixture, block, own, rebuild_all=True):
             out[coded.step.slice, block] = coded.rebuilt
     return out
 
@@ -251,23 +319,26 @@ class _Coded:
     rebuilt: Tensor | None
 
 
-def _code(z: Tensor, cfg: KVQuantConfig, means: Tensor | None, rebuild_all: bool) -> Iterator[_Coded]:
-    """Code the rotated states z [L, n, ..., D] step by step; Zhat is rebuilt for references, or for all loops."""
-    references = {step.reference for step in coding_steps(cfg)}
+def _code(z: Tensor, mixture: Mixture, rows: slice, means: Tensor | None, rebuild_all: bool) -> Iterator[_Coded]:
+    """Code the rotated states z [L, n, ..., D] step by step; Zhat is rebuilt for references, or for all loops.
+
+    ``rows`` are their places in the mixture.
+    """
+    cfg, references = mixture.like, {step.reference for step in mixture.steps}
     rebuilt: dict[int, Tensor] = {}
-    for step in coding_steps(cfg):
+    for step in mixture.steps:
         target, mean = z[step.slice], None if means is None else means[step.slice]
         codes = metadata = alpha = prediction = None
         if step.bits == RAW_BITS:
             zhat = target
         else:
             if step.reference is not None:
-                alpha = _coefficient(target, rebuilt[step.reference], cfg.coefficient)
+                alpha = mixture.coefficient(target, rebuilt[step.reference], rows)
                 prediction = _predict(alpha, rebuilt[step.reference], cfg)
             if step.bits:
                 residual = target if prediction is None else _round(target - prediction, cfg)
                 residual = residual if mean is None else residual - mean
-                codes, metadata = quantize(residual, step.bits, step.group_size, cfg.int2_clip)
+                codes, metadata = mixture.quantize(residual, step, rows)
             needed = rebuild_all or not references.isdisjoint(step.loops)
             zhat = _rebuild(prediction, codes, metadata, mean, cfg).expand_as(target) if needed else None
         if zhat is not None:
@@ -280,11 +351,16 @@ def _coefficient(target: Tensor, reference: Tensor, kind: str) -> Tensor | None:
     if kind == "unit":
         return None
     energy = _dot(reference, reference)
-    valid = (energy >= torch.finfo(torch.float32).tiny) & (energy < torch.inf)
     if kind == "ls":
         alpha = _dot(target, reference) / energy
     else:
         alpha = _dot(target, target).sqrt() / energy.sqrt()
+    return _valid(alpha, energy)
+
+
+def _valid(alpha: Tensor, energy: Tensor) -> Tensor:
+    """alpha in bf16, 0 where the energy <R, R> of its reference is 0, subnormal or not finite."""
+    valid = (energy >= torch.finfo(torch.float32).tiny) & (energy < torch.inf)
     return (torch.where(valid, alpha, 0.0) + 0.0).bfloat16()  # + 0.0: a zero has no sign in the bytes
 
 

@@ -7,11 +7,12 @@ import torch
 from stand_ins import CODECS, ScriptedModel
 
 from residualquant.attention import PackedAttention
-from residualquant.batch import Coding, DecodeCache, RotationStack, Slots, codings, turn
+from residualquant.batch import Coding, DecodeCache, RotationStack, Slots, codings, raw_slots
 from residualquant.cache import LayerRotations, PackedCache
 from residualquant.config import KVQuantConfig, preset
 from residualquant.engine import BLOCK_VALUES, _Decoder
 from residualquant.models.base import EDGE, KVShape
+from residualquant.residual import Mixture, mixes_with, reconstruct_rotated
 from residualquant.rotation import Rotation
 
 CONFIGS = [
@@ -68,8 +69,8 @@ def assert_rows_hold_their_packed_caches(model, lane, sequences):
     """``sequences`` {(config, prompt): (cfg, rotations, tokens)}."""
     shape = model.kv_shape
     looped = lane.cache.data[: shape.loops * shape.layers].unflatten(0, (shape.loops, shape.layers))
-    for row, place in enumerate(lane.sequences):
-        cfg, rotations, ids = sequences[place]
+    for row, place in enumerate(lane.sequences.tolist()):
+        cfg, rotations, ids = sequences[tuple(place)]
         assert lane.cache.lengths[row] == len(ids)
         packed = packed_cache(model, cfg, rotations, ids)
         for layer in range(shape.layers + model.edge_layers):
@@ -78,7 +79,7 @@ def assert_rows_hold_their_packed_caches(model, lane, sequences):
                 if layer < shape.layers
                 else lane.cache.data[[layer - shape.layers - model.edge_layers]]
             )
-            for index, truth in enumerate(packed.read(layer, "rotated")):
+            for index, truth in enumerate(packed.read(layer, "original")):
                 mine = own[:, index, row, :, : len(ids)].transpose(1, 2)
                 assert torch.equal(mine, truth[:, 0]), f"{cfg.label} {cfg.rotation}, layer {layer}, {'kv'[index]}"
 
@@ -91,20 +92,21 @@ def decode_and_compare(model, configs, prompts=PROMPTS, steps=STEPS, drop=()):
 
     def compare():
         for lane in lanes:
-            own = {s: (configs[s[0]], rotations.get(s[0]), tokens[s]) for s in lane.sequences}
+            places = map(tuple, lane.sequences.tolist())
+            own = {s: (configs[s[0]], rotations.get(s[0]), tokens[s]) for s in places}
             assert_rows_hold_their_packed_caches(model, lane, own)
 
     compare()
     for step in range(steps):
         if step == steps // 2:
             for lane in lanes:
-                lane.alive = [s not in drop for s in lane.sequences]
+                lane.alive[:] = [tuple(s) not in drop for s in lane.sequences.tolist()]
                 lane.shrink()
         for (_, prompt), ids in tokens.items():
             ids.append(model.following(prompts[prompt], step + 1)[-1])
         newest, _ = decoder._step(lanes, decoder._layout(lanes))
-        order = [s for lane in lanes for s in lane.sequences]
-        assert newest == [model.following(prompts[p], step + 2)[-1] for _, p in order]
+        order = [s for lane in lanes for s in lane.sequences.tolist()]
+        assert newest.tolist() == [model.following(prompts[p], step + 2)[-1] for _, p in order]
     compare()
 
 
@@ -146,25 +148,67 @@ def test_groups_of_different_lengths_decode_together():
 
 
 def test_few_calls_code_many_configurations():
-    """One per codec: a rotation costs none of its own, nor do windows."""
+    """One for all that have the same reference, groups and rounding: rotations and windows cost none of their own."""
     slots = Slots(KVShape(4, 2, 2, 64), 2)
-    same = [preset("INT2 g=32", rotation=r) for r in ("none", "hadamard")] + [preset("INT2 g=32", recent_tokens=4)]
+    same = [
+        preset("INT2 g=32"),
+        preset("INT2/4 g=32", rotation="hadamard", recent_tokens=4),
+        preset("INT2 g=32", coefficient="norm_ratio", int2_clip=0.8),
+        preset("INT2 g=16"),
+        preset("INT2 g=32", reference="next"),
+    ]
     made = codings(slots, [(c, torch.arange(2) + 2 * i, None) for i, c in enumerate(same)], torch.device("cpu"))
-    assert [(c.codec.bits, c.slots, c.rows.tolist()) for c in made] == [
-        ((2, 2, 2, 2), slice(8), list(range(6))),
-        ((4,), slice(8, 10), list(range(6))),
+    assert [(c.slots, c.rows.tolist()) for c in made] == [
+        (slice(8), list(range(6))),
+        (slice(8, 10), list(range(10))),
+        (slice(8), [6, 7]),
+        (slice(8), [8, 9]),
     ]
     assert codings(slots, [(preset("BF16"), torch.arange(3), None)], torch.device("cpu")) == []
+
+
+@pytest.mark.parametrize("reference", ["direct", "last", "first", "previous", "next"])
+def test_codecs_that_mix_give_what_each_gives_alone(reference):
+    generator = torch.Generator().manual_seed(3)
+    bits = [(2, 2, 2, 2), (2, 2, 2, 4), (4, 2, 3, 8), (1, 4, 4, 4)]
+    codecs = [KVQuantConfig(b, reference=reference, coefficient=c).codec
+              for b in bits for c in ("ls", "unit", "norm_ratio")]  # fmt: skip
+    codecs += [preset("INT2 g=32", reference=reference, int2_clip=0.7).codec]
+    kinds = torch.randint(len(codecs), (40,), generator=generator)
+    z = torch.randn(4, 40, 3, 64, generator=generator)
+    z[:, 5] = 0
+    z[1, 7] = -0.0
+    means = 0.2 * torch.randn(4, 40, 3, 64, generator=generator)
+    for mu in (None, means):
+        mixed = reconstruct_rotated(z, Mixture(codecs, kinds), mu)
+        for i, kind in enumerate(kinds.tolist()):
+            own = None if mu is None else mu[:, [i]]
+            assert torch.equal(mixed[:, [i]], reconstruct_rotated(z[:, [i]], Mixture([codecs[kind]]), own))
+
+
+def test_codecs_mix_where_only_bits_clip_and_coefficient_differ():
+    cfg = preset("INT2/4 g=32")
+    alike = [preset("INT2 g=32"), preset("INT2/4 g=32", int2_clip=0.8), preset("INT2/4 g=32", coefficient="unit")]
+    assert all(mixes_with(c.codec) == mixes_with(cfg.codec) for c in alike)
+    apart = [
+        preset("INT2/4 g=16"),
+        preset("INT2/4 g=32", reference="first"),
+        preset("INT2/4 g=32", rounding="bf16"),
+        preset("INT2/4 g=32", loops=8),
+        preset("INT2/4 g=32", int4_group_size=64),
+        KVQuantConfig((2, 2, 0, 4)),
+        KVQuantConfig((2, 2, 2, 16)),
+    ]
+    assert all(mixes_with(c.codec) != mixes_with(cfg.codec) for c in apart)
 
 
 def test_layers_with_bits_of_their_own_are_coded_apart():
     slots = Slots(KVShape(4, 3, 2, 64))
     cfg = preset("INT2 g=32", layer_bits=((1, (4,) * 4), (0, (16,) * 4)))
     (first, second) = codings(slots, [(cfg, slice(None), None)], torch.device("cpu"))
-    assert {first.codec.bits: first.slots.tolist(), second.codec.bits: second.slots.tolist()} == {
-        (4, 4, 4, 4): [1, 4, 7, 10],
-        (2, 2, 2, 2): [2, 5, 8, 11],
-    }
+    found = {made.mixture.like.bits: made.slots.tolist() for made in (first, second)}
+    assert found == {(4, 4, 4, 4): [1, 4, 7, 10], (2, 2, 2, 2): [2, 5, 8, 11]}
+    assert raw_slots(slots, cfg) == [0, 3, 6, 9]
 
 
 @pytest.mark.parametrize("shared", [True, False])
@@ -172,21 +216,20 @@ def test_stacked_rotations_equal_single_ones_and_spare_rows_change_nothing(share
     shape = KVShape(4, 2, 2, 64)
     cfg = preset("INT2 g=32", rotation="hadamard" if shared else "optr_h")
     own = [LayerRotations(cfg, shape, "cpu", None if shared else calibrated(shape, cfg, i)) for i in range(3)]
-    stack = RotationStack(own, shape, torch.float64)
-    rows_of = {0: [4, 1], 2: [0, 2, 5]}
+    stack = RotationStack(own, shape)
+    rows_of = {0: torch.tensor([4, 1]), 2: torch.tensor([0, 2, 5])}
     index, x = stack.index(rows_of, spare=6), torch.randn(7, 8, 2, 2, 64)
     x[6] = 0
     before = x.clone()
-    x[index] = stack.rotate(x[index])
-    for slot in range(8):
-        turned = before[:, slot].double().transpose(1, 2).contiguous()  # [rows, H, 2, D]
-        for i, kind in enumerate("kv"):
-            turn(turned[:, :, i : i + 1], index, stack.of_slot(slot, kind))
-            for place, rows in rows_of.items():
-                truth = own[place].get(0, slot % 2, kind).rotate(before[rows, slot, i])
-                assert torch.equal(x[rows, slot, i], truth)
-                torch.testing.assert_close(turned[rows, :, i].float(), truth)
-    assert torch.equal(x[[3, 6]], before[[3, 6]])
+    for change, name in ((stack.rotate, "rotate"), (stack.unrotate, "unrotate")):
+        given = x.clone()
+        x[index] = change(x[index])
+        for slot in range(8):
+            for i, kind in enumerate("kv"):
+                for place, rows in rows_of.items():
+                    truth = getattr(own[place].get(0, slot % 2, kind), name)(given[rows, slot, i])
+                    assert torch.equal(x[rows, slot, i], truth)
+        assert torch.equal(x[[3, 6]], before[[3, 6]])
 
 
 def test_attention_of_a_row_equals_attention_over_its_packed_cache():
@@ -248,7 +291,7 @@ def test_codings_replace_states_where_they_are():
     z = torch.randn(5, 8, 2, 2, 64)
     before = z.clone()
     codec = preset("INT2 g=32").codec
-    Coding(codec, torch.tensor([3, 1]), torch.tensor([0, 2, 4, 6]), 4).apply(z)
+    Coding(Mixture([codec]), torch.tensor([3, 1]), torch.tensor([0, 2, 4, 6]), 4).apply(z)
     changed = (z != before).flatten(2).any(-1)
     expected = torch.zeros(5, 8, dtype=torch.bool)
     expected[1, ::2] = expected[3, ::2] = True
