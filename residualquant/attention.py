@@ -44,7 +44,7 @@ def to_bf16(x: Tensor) -> Tensor:
 def count_unusable(x: Tensor, kept: int = 0) -> Tensor:
     """Number of values that :func:`make_finite` has to replace, for each index of the first ``kept`` dimensions."""
     low, high = x.aminmax() if x.numel() else (x.new_zeros(()),) * 2
-    if low >= -LIMIT and high <= LIMIT:  # false for NaN; counting takes thirty times as long
+    if (low >= -LIMIT) & (high <= LIMIT):  # one wait for a GPU; false for NaN; counting takes thirty times as long
         return torch.zeros(x.shape[:kept], dtype=torch.long, device=x.device)
     return (~(x.abs() <= LIMIT)).sum(tuple(range(kept, x.dim())))
 

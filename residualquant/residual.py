@@ -200,7 +200,7 @@ def _clip(cfg: KVQuantConfig, bits: int) -> float:
 
 
 def mixes_with(cfg: KVQuantConfig) -> object:
-    """Codecs of which this is equal can be a :class:`Mixture`: any with itself; also others where all loops have codes."""
+    """Codecs of which this is equal can be a :class:`Mixture`; one with loops without codes only with its like."""
     if None in cfg.group_sizes:
         return cfg
     return cfg.reference, cfg.group_sizes, cfg.rounding
