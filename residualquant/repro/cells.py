@@ -110,10 +110,9 @@ def compute_cells(
     for name, places in _by_model(profile, plan).items():
         model = load_model(name, device=profile.device)
         for place in places:
-            for n in sorted(set(plan[place].values()), reverse=True):
-                configs = [c for c, count in plan[place].items() if count == n and c in mine[name]]
-                if configs:
-                    _evaluate(profile, model, place, configs, n, folder, memory_bytes, score, progress)
+            if configs := [c for c in plan[place] if c in mine[name]]:
+                n = profile.problems[place[0]][place[1]]
+                _evaluate(profile, model, place, configs, n, folder, memory_bytes, score, progress)
 
 
 def _evaluate(profile, model, place, configs, n, folder, memory_bytes, score, progress) -> None:
