@@ -423,7 +423,8 @@ def cells(
         models: Only these models.
         tasks: Only these tasks.
         part: i/k: only every k-th configuration from the i-th on, into records of its own; collect joins them.
-        memory_gib: Most GPU memory for caches, where several processes share one; 70 % of what is free when not given.
+        memory_gib: Most memory for caches, where several processes share a device; when not given, 4 GiB on a CPU and
+            70 % of what is free on a GPU.
         score: Score the answers here; otherwise collect does.
     """
     from residualquant.repro.cells import compute_cells

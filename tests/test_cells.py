@@ -1,6 +1,7 @@
 """Cells: what the labels ask for, each configuration once; in one piece or in parts, scored at once or later."""
 
 import dataclasses
+from typing import ClassVar
 
 import pytest
 import stand_ins
@@ -137,6 +138,40 @@ def test_one_label_computes_its_own_cells_only(home):
         cells.read_cells(TINY, ["table9"])
 
 
+class PartOfARun:
+    """A process of compute_all_cells that does its work here and at once."""
+
+    started: ClassVar = []
+    failing: ClassVar = []
+
+    def __init__(self, command, env, preexec_fn):
+        self.started.append((command[command.index("cells") :], env["OMP_NUM_THREADS"], env["TQDM_POSITION"]))
+        part = tuple(map(int, command[command.index("--part") + 1].split("/")))
+        self.code = 2 if part in self.failing else cells.compute_cells(TINY, part=part, score=False, progress=False)
+
+    def poll(self):
+        return self.code or 0
+
+    wait = poll
+
+
+def test_processes_share_a_profiles_cells(home, monkeypatch):
+    two = dataclasses.replace(TINY, processes=2)
+    monkeypatch.setattr(cells, "Popen", PartOfARun)
+    monkeypatch.setattr(PartOfARun, "started", [])
+    monkeypatch.setattr(PartOfARun, "failing", [(2, 2)])
+    with pytest.raises(ResidualQuantError, match="part 2/2 of the cells of tiny failed"):
+        cells.compute_all_cells(two)
+    monkeypatch.setattr(PartOfARun, "failing", [])
+    cells.compute_all_cells(two)
+    asked, threads, place = PartOfARun.started[-1]
+    assert asked == ["cells", "--profile", "tiny", "--no-score", "--part", "2/2", "--memory-gib", "3.0"]
+    assert int(threads) >= 1 and place == "1" and len(PartOfARun.started) == 4
+    assert cells.coverage(two) == "" and not paths.parts_dir("tiny").exists()
+    cells.compute_all_cells(two)  # all is there
+    assert len(PartOfARun.started) == 4
+
+
 def test_a_cell_counts_once_it_has_all_answers_and_scores(home):
     tiny = dataclasses.replace(TINY, problems={"huginn": {"words": N}})
     cells.compute_cells(tiny, score=False, progress=False)
@@ -149,6 +184,11 @@ def test_a_cell_counts_once_it_has_all_answers_and_scores(home):
         cells.read_cells(more, ["table8"])
 
 
+def busy_seconds(rows):
+    """Of the whole machine."""
+    return sum(float(row["seconds"]) * min(1, int(row["threads"]) / int(row["cores"])) for row in rows)
+
+
 def test_every_step_that_computes_something_is_timed(home):
     cells.compute_cells(TINY, progress=False)
     file = paths.records_dir("tiny") / cost.TIMING
@@ -159,8 +199,7 @@ def test_every_step_that_computes_something_is_timed(home):
     assert {row["part"] for row in rows} == {""}
     cells.compute_cells(TINY, progress=False)  # everything is there
     assert cost.read_timings(file) == rows
-    seconds, machine = cost.model_time("tiny")
-    assert seconds == pytest.approx(sum(float(row["seconds"]) for row in rows)) and machine == rows[0]["machine"]
+    assert cost.model_time("tiny") == (pytest.approx(busy_seconds(rows)), rows[0]["machine"])
 
 
 def test_times_of_parts_are_collected_once(home):
@@ -170,7 +209,15 @@ def test_times_of_parts_are_collected_once(home):
         list(cells.collect_cells(TINY))
     rows = cost.read_timings(paths.records_dir("tiny") / cost.TIMING)
     assert [row["part"] for row in rows] == ["1of2"] * 3 + ["2of2"] * 3
-    assert cost.model_time("tiny")[0] == pytest.approx(sum(float(row["seconds"]) for row in rows))
+    assert cost.model_time("tiny")[0] == pytest.approx(busy_seconds(rows))
+
+
+def test_a_step_by_one_core_of_two_takes_half_the_machine(home):
+    file, times = paths.records_dir("tiny") / cost.TIMING, {"2 cores of a CPU": 50, "NVIDIA H200": 100}
+    for machine, seconds in times.items():
+        row = dict.fromkeys(cost.COLUMNS, "x") | {"seconds": "100", "machine": machine, "cores": "2", "threads": "1"}
+        paths.write_atomic(file, cost._text([row]))
+        assert cost.model_time("tiny") == (seconds, machine)
 
 
 def test_a_step_that_is_stopped_is_timed_and_damage_is_said(tmp_path):

@@ -7,8 +7,14 @@ to another machine: answers without a score stay open until ``collect_cells`` sc
 
 from __future__ import annotations
 
+import ctypes
+import os
+import shutil
+import signal
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from subprocess import Popen
 
 from residualquant.config import KVQuantConfig
 from residualquant.errors import ResidualQuantError
@@ -20,6 +26,7 @@ from residualquant.repro.profiles import Place, Plan, Profile, profile_of
 from residualquant.repro.records import Cell, Records, Writer, list_records, read_records
 
 Cells = dict[tuple[str, str, KVQuantConfig], Cell]
+CPU_MEMORY_GIB = 6  # for the caches of all processes together
 
 
 def records_name(profile: Profile, place: Place) -> str:
@@ -113,6 +120,54 @@ def compute_cells(
             if configs := [c for c in plan[place] if c in mine[name]]:
                 n = profile.problems[place[0]][place[1]]
                 _evaluate(profile, model, place, configs, n, folder, memory_bytes, score, progress)
+
+
+def compute_all_cells(profile: str | Profile) -> None:
+    """:func:`compute_cells` of all labels, by as many processes at a time as the profile says.
+
+    Raises:
+        ResidualQuantError: as there, or one of the processes failed, which has said why itself.
+    """
+    profile = profile_of(profile)
+    count = profile.processes
+    if count > 1 and not _is_covered(profile):
+        command = [sys.executable, "-m", "residualquant.cli", "cells", "--profile", profile.name, "--no-score"]
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+        environment = os.environ | {"OMP_NUM_THREADS": str(max(1, cores // count))}
+        parts = [
+            Popen(
+                [*command, "--part", f"{i + 1}/{count}", "--memory-gib", str(CPU_MEMORY_GIB / count)],
+                env=environment | {"TQDM_POSITION": str(i)},
+                preexec_fn=_end_with_parent,
+            )
+            for i in range(count)
+        ]
+        try:
+            failed = [f"{i}/{count}" for i, part in enumerate(parts, 1) if part.wait()]
+        finally:
+            for part in parts:
+                if part.poll() is None:
+                    part.send_signal(signal.SIGINT)
+                part.wait()
+        if failed:
+            raise ResidualQuantError(f"part {failed[0]} of the cells of {profile.name} failed, as said above")
+        for _ in collect_cells(profile):
+            pass
+        shutil.rmtree(paths.parts_dir(profile.name))
+    compute_cells(profile)
+
+
+def _end_with_parent() -> None:
+    """On Linux: be interrupted when the parent is killed, so that the records are free for the next run."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGINT)  # PR_SET_PDEATHSIG
+
+
+def _is_covered(profile: Profile) -> bool:
+    try:
+        return not coverage(profile)
+    except ResidualQuantError:
+        return False
 
 
 def _evaluate(profile, model, place, configs, n, folder, memory_bytes, score, progress) -> None:

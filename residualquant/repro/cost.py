@@ -19,6 +19,7 @@ from residualquant.repro import paths
 from residualquant.repro.provenance import provenance
 
 TIMING = "timing.csv"
+_ON_CPU = " cores of "
 COLUMNS = (
     "part", "model", "task", "step", "configs", "seconds", "cpu_seconds", "machine", "cores", "threads", "torch",
     "python", "commit", "date",
@@ -66,16 +67,24 @@ def read_timings(file: Path) -> list[dict[str, str]]:
 
 
 def model_time(profile: str) -> tuple[float, str] | None:
-    """(seconds, machines) of all steps of the profile's committed run, the processes of a split one together."""
+    """(seconds, machines) of all steps of the profile's committed run, as if one followed the other.
+
+    A step on a CPU that used some of its cores counts as that share of its seconds: the others had work as well.
+    """
     rows = read_timings(paths.shipped_records_dir(profile) / TIMING)
     if not rows:
         return None
-    return sum(float(row["seconds"]) for row in rows), ", ".join(dict.fromkeys(row["machine"] for row in rows))
+    seconds = sum(float(row["seconds"]) * _share_of_machine(row) for row in rows)
+    return seconds, ", ".join(dict.fromkeys(row["machine"] for row in rows))
+
+
+def _share_of_machine(row: dict[str, str]) -> float:
+    return min(1, int(row["threads"]) / int(row["cores"])) if _ON_CPU in row["machine"] else 1
 
 
 def machine_of(made: dict) -> str:
     """ "NVIDIA H200", or "2 cores of …" without a GPU, from a record's provenance."""
-    return made.get("gpu") or f"{made['cores']} cores of {made['cpu']}"
+    return made.get("gpu") or f"{made['cores']}{_ON_CPU}{made['cpu']}"
 
 
 def _where(device: str) -> dict:

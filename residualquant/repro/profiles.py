@@ -35,6 +35,7 @@ class Profile:
         calibration: texts to fit rotations with, held-out texts, and optimiser steps.
         texts: problems of the analyses without generation (Table 1, Figure 3).
         max_rows: most sequences decoded at once; the engine's own default when None.
+        processes: how many compute the answers at a time; two of one thread are faster than one of two.
         models: {family: {task: checkpoint}}.
         stands_for: {task: the paper's benchmark}.
         cost: in words, where no run is committed.
@@ -47,6 +48,7 @@ class Profile:
     texts: int = 512
     device: str = "cpu"
     max_rows: int | None = None
+    processes: int = 1
     seed: int = 0
     models: Mapping[str, Mapping[str, str]] = field(default_factory=lambda: MODELS)
     stands_for: Mapping[str, str] = field(default_factory=lambda: STANDS_FOR)
@@ -155,6 +157,7 @@ PROFILES = {
             only=_smoke_cells(),
             calibration={"fit": 2, "holdout": 2, "steps": 2},
             texts=4,
+            processes=2,
             cost="some ten minutes on 2 CPU cores",
         ),
         Profile(
@@ -162,6 +165,7 @@ PROFILES = {
             {"ouro": _sizes(100, 100), "huginn": _sizes(100, 100) | {"algebra": 50}},
             calibration={"fit": 64, "holdout": 32, "steps": 40},
             texts=100,
+            processes=2,
             cost="hours on 2 CPU cores",
         ),
         Profile(

@@ -8,7 +8,7 @@ The policy, per profile:
   stopped. Finished, with code, models and outputs unchanged: "up to date". ``fresh`` starts over.
 * ``make_tables`` and ``make_figures`` (``make tables``, ``make table2`` …) read the records and run no model.
 
-Models run in this process, with progress bars; then the notebooks run and find every answer there.
+Models run first, with progress bars; then the notebooks run and find every answer there.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pathlib import Path
 
 from residualquant.errors import ResidualQuantError
 from residualquant.repro import paths
-from residualquant.repro.cells import compute_cells, coverage
+from residualquant.repro.cells import compute_all_cells, coverage
 from residualquant.repro.labels import LABELS
 from residualquant.repro.markup import counted
 from residualquant.repro.profiles import Profile, profile_of
@@ -104,7 +104,7 @@ def reproduce(profile: str | Profile = "mini", fresh: bool = False, log: Log = p
             started = marker["started"]
             log(f"{profile.name}: going on with the run of {started}; answers that are there are kept")
         _write_marker(profile.name, state="running", started=started)
-        compute_cells(profile)
+        compute_all_cells(profile)
         run_notebooks(profile.name, compute=True)
         log(f"report: {paths.show(write_report(profile.name))}")
         for line in compare_with_committed(profile.name):
@@ -133,6 +133,7 @@ def _start_over(profile: str) -> str:
     if aside.is_dir() and is_committed(data):  # an earlier run's results were committed since: they replace the old
         shutil.rmtree(aside)
     aside.mkdir(parents=True, exist_ok=True)
+    shutil.rmtree(paths.parts_dir(profile), ignore_errors=True)
     for item in sorted(data.iterdir()):
         if item.name.startswith("."):
             continue
