@@ -421,7 +421,7 @@ def _choose(call: WriterCall) -> ctypes.CDLL | None:
 def _launch_triton(call: WriterCall) -> None:
     layout, cfg, words = call.layout, call.layout.config, call.pages.view(torch.int16)
     tokens, heads, head_dim = call.k.shape[1:]
-    options = tuned("pack_kv", words.device, head_dim)
+    options = tuned("pack_kv", words.device, head_dim, call.k.dtype)
     width = triton.next_power_of_2(head_dim)
     blocks = triton.cdiv(tokens, options["BLOCK_T"])
     parts = choose_parts(cfg, blocks * heads * 2, processors(words.device))
