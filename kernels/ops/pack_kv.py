@@ -91,7 +91,7 @@ def rotation_of(matrix: Tensor | None, means: Tensor | None, heads: int) -> Rota
     return None if matrix is None else Rotation(matrix.expand(heads, *matrix.shape[-2:]), means)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"], do_not_specialize_on_alignment=["slots"])
 def pack_kv_kernel(
     words, slots, k, v, k_matrix, v_matrix, k_means, sanitised, rotated, tokens,
     loop_stride, token_stride, head_stride, k_matrix_stride, v_matrix_stride,
