@@ -180,7 +180,7 @@ def decode_attention_reference(
     for row, length in enumerate(past.lengths.tolist()):
         positions = torch.arange(length, device=q.device)
         slots = past.block_table[row].long()[positions // size] * size + positions % size
-        packed_k, packed_v = read_pages(past.pages, layout, slots, past.group)
+        packed_k, packed_v = read_pages(past.pages, layout, slots, past.group, loops_read(layout.config, loop))
         past_k, past_v = _rebuild(packed_k, loop, past.k_means), _rebuild(packed_v, loop, None)
         query = q[row].double()
         past_scores = torch.einsum("hgd,thd->hgt", rotate(query, k_matrix).unflatten(0, (heads, -1)), past_k)

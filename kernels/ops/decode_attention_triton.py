@@ -18,7 +18,7 @@ from residualquant.kernels.triton_common import chain, rebuild
 TILE = 16  # tokens at a time
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_stride"], do_not_specialize_on_alignment=["block_table", "lengths"])
 def decode_attention_kernel(
     q, words, block_table, lengths, k_means, partial, lse, block_stride, page_head_stride, table_stride,
     k_start, v_start, CHAIN: tl.constexpr, ALPHA: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, S: tl.constexpr,

@@ -91,7 +91,7 @@ def rotation_of(matrix: Tensor | None, means: Tensor | None, heads: int) -> Rota
     return None if matrix is None else Rotation(matrix.expand(heads, *matrix.shape[-2:]), means)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"], do_not_specialize_on_alignment=["slots"])
 def pack_kv_kernel(
     words, slots, k, v, k_matrix, v_matrix, k_means, sanitised, rotated, tokens,
     loop_stride, token_stride, head_stride, k_matrix_stride, v_matrix_stride,
@@ -421,7 +421,7 @@ def _choose(call: WriterCall) -> ctypes.CDLL | None:
 def _launch_triton(call: WriterCall) -> None:
     layout, cfg, words = call.layout, call.layout.config, call.pages.view(torch.int16)
     tokens, heads, head_dim = call.k.shape[1:]
-    options = tuned("pack_kv", words.device, head_dim)
+    options = tuned("pack_kv", words.device, head_dim, call.k.dtype)
     width = triton.next_power_of_2(head_dim)
     blocks = triton.cdiv(tokens, options["BLOCK_T"])
     parts = choose_parts(cfg, blocks * heads * 2, processors(words.device))

@@ -247,7 +247,7 @@ def prefill_attention(
     if check_table and len(seq_lens):
         _check_table(block_table, query_start, seq_lens, len(q), max_queries, layout.page_tokens, len(pages))
     (heads, head_dim), repeat, words = k.shape[1:], q.shape[1] // k.shape[1], pages.view(torch.int16)
-    parameters = tuned("prefill_attention", pages.device, head_dim)
+    parameters = tuned("prefill_attention", pages.device, head_dim, q.dtype)
     blocks = triton.cdiv(max_queries, parameters["BLOCK_M"] // repeat)
     if not blocks * len(seq_lens):
         return
@@ -287,7 +287,7 @@ def _check(
     check_device(q.device)
     check_packed(q.device, heads, layout, pages, k_matrix, v_matrix, k_means, group, loop)
     check_query_heads(query_heads, heads)
-    rows = tuned("prefill_attention", q.device, layout.head_dim)["BLOCK_M"]
+    rows = tuned("prefill_attention", q.device, layout.head_dim, q.dtype)["BLOCK_M"]
     if query_heads // heads > rows:
         raise ValueError(f"there may be at most {rows} query heads per KV head, got {query_heads // heads}")
     states, integers = [[tokens, heads, layout.head_dim]], (torch.int32,)

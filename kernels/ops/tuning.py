@@ -1,6 +1,7 @@
 """Launch parameters of the Triton kernels: ``tuning.json``, by operation and GPU name, with a default for any other.
 
-An entry "NAME, D=256" is for one head size: larger heads need smaller tiles to fit an older GPU's shared memory.
+An entry "NAME, D=256" is for one head size, "NAME, float32" for states of one dtype, and comes before it: wider rows
+need smaller tiles, and their loops no copies ahead, to fit an older GPU's shared memory.
 """
 
 from __future__ import annotations
@@ -13,9 +14,10 @@ import torch
 
 
 @lru_cache(maxsize=64)
-def tuned(operation: str, device: torch.device, head_dim: int) -> dict[str, int]:
-    """Launch parameters of ``operation`` on ``device``: the keyword arguments of its kernel that only affect speed."""
+def tuned(operation: str, device: torch.device, head_dim: int, dtype: torch.dtype) -> dict[str, int]:
+    """Launch parameters of ``operation`` on ``device`` for states of ``head_dim`` values of ``dtype``: the keyword
+    arguments of its kernel that only affect speed and memory."""
     entries = json.loads(Path(__file__).with_name("tuning.json").read_text())[operation]
     names = ["default"] if device.type != "cuda" else [torch.cuda.get_device_name(device), "default"]
-    names = [*(f"{name}, D={head_dim}" for name in names), *names]
-    return next(entries[name] for name in names if name in entries)
+    kinds = (f", {str(dtype).removeprefix('torch.')}", f", D={head_dim}", "")
+    return next(entries[name + kind] for kind in kinds for name in names if name + kind in entries)

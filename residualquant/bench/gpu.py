@@ -6,10 +6,12 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
 
+from residualquant.config import preset
 from residualquant.layout import PageLayout
 from residualquant.pages import allocate_pages, write_pages
 from residualquant.residual import encode
@@ -90,6 +92,25 @@ def _time(launches: list[Callable[[], object]], budget: float) -> tuple[float, f
 def orthogonal(heads: int, dim: int, draw: torch.Generator) -> Tensor:
     """Random rotations, [heads, dim, dim] fp16, where ``draw`` is."""
     return torch.linalg.qr(torch.randn(heads, dim, dim, generator=draw, device=draw.device))[0].half().contiguous()
+
+
+@cache
+def random_layer(
+    heads: int, head_dim: int, reference: str, device: str
+) -> tuple[PageLayout, list[Tensor], Tensor, Tensor]:
+    """Layout at INT2/4 g=32, rotations of K and V, key means and :func:`template_pages` of a layer; made once, since
+    making them takes longer than timing most cases.
+
+    Args:
+        heads, head_dim: H, D.
+        reference: what the loops are coded against.
+        device: where.
+    """
+    layout = PageLayout(preset("INT2/4 g=32", rotation="optr_h", reference=reference), head_dim)
+    draw = torch.Generator(device).manual_seed(0)
+    matrices = [orthogonal(heads, head_dim, draw) for _ in "kv"]
+    means = 0.1 * torch.randn(layout.config.loops, heads, head_dim, generator=draw, device=device)
+    return layout, matrices, means, template_pages(layout, matrices, means, draw)
 
 
 def template_pages(layout: PageLayout, matrices: list[Tensor], means: Tensor, draw: torch.Generator) -> Tensor:

@@ -6,8 +6,13 @@ copy bandwidth per loop and 1.9 times BF16 over four loops, at D = 128, 16k toke
 a chain (reference "next") read 1.3 times as much. The writer is to take at most 3 % of a decode step.
 
 Every timing has a cold second-level cache: a CUDA graph goes through as many disjoint sets of pages as make up several
-times that cache, and the time of a launch is a replay's over the number of launches. A time is only reported after the
-same launch, on poisoned output, agreed with the reference: attention within a tolerance, the writer to the byte.
+times that cache, and the time of a launch is a replay's over the number of launches. After a launch outside the graph
+and one replay, it is the median of replays during 80 ms (30 ms for each BF16 way, of which the fastest counts), at
+least 5 and at most 200. A time is only reported after the same launch, on poisoned output, agreed with the reference:
+attention within a tolerance, for the first and last sequence and all heads; the writer to the byte.
+
+Rows are kept as they come, in data/h200/NAME.partial.csv; a table of data/h200 is replaced when its whole grid is done,
+so never by a run with options, and the figure is drawn then. `make kernels` beforehand saves compiling in turn.
 """
 
 from __future__ import annotations
@@ -15,6 +20,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import math
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +30,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from residualquant.bench import prefill, write_timings
+from residualquant.bench import Table, prefill
 from residualquant.bench.gpu import (
     BF16_SECONDS,
     CACHE_BYTES,
@@ -32,9 +38,9 @@ from residualquant.bench.gpu import (
     Copy,
     copy_bandwidth,
     orthogonal,
+    random_layer,
     repeat_pages,
     row_of,
-    template_pages,
     time_launches,
 )
 from residualquant.config import preset
@@ -128,16 +134,13 @@ class Case:
     def __init__(self, model: str, context: int, batch: int, prefer: str | None, reference: str = "last"):
         self.model, (self.heads, self.head_dim) = model, MODELS[model]
         self.context, self.batch, self.prefer = context, batch, prefer
-        self.layout = PageLayout(preset("INT2/4 g=32", rotation="optr_h", reference=reference), self.head_dim)
+        self.layout, self.matrices, self.means, template = random_layer(self.heads, self.head_dim, reference, "cuda")
         draw = torch.Generator("cuda").manual_seed(0)
-        self.matrices = [orthogonal(self.heads, self.head_dim, draw) for _ in "kv"]
-        means = torch.randn(4, self.heads, self.head_dim, generator=draw, device="cuda")
-        self.means = 0.1 * means
         per_sequence = -(-context // self.layout.page_tokens)
         smallest = decode_attention_cost(self.layout, 3, context * batch, self.heads, self.heads)[0]
         self.sets = max(1, math.ceil(CACHE_BYTES / smallest))
         count = self.sets * batch * per_sequence
-        self.pages = repeat_pages(template_pages(self.layout, self.matrices, self.means, draw), count, draw)
+        self.pages = repeat_pages(template, count, draw)
         order = torch.randperm(count, generator=draw, device="cuda").int()
         self.tables = order.view(self.sets, batch, per_sequence)
         self.lengths = torch.full((batch,), context, dtype=torch.int32, device="cuda")
@@ -331,47 +334,58 @@ def measure_writer(case: WriterCase) -> WriterTiming:
     )
 
 
-def run(
-    quick: bool, prefer: str | None, models: list[str]
-) -> tuple[list[Timing], list[WriterTiming], list[prefill.PrefillTiming]]:
-    """All rows, printed as they come."""
+def run(quick: bool, prefer: str, models: list[str]) -> list[Table]:
+    """The tables of decode attention, writer and prefill, each finished if it is whole; rows are printed as they come,
+    with the seconds since the start."""
     if not torch.cuda.is_available():
         raise ResidualQuantError("there is no GPU here: `make bench-gpu` needs one")
+    begun = time.perf_counter()
+
+    def say(text: str) -> None:
+        print(f"{time.perf_counter() - begun:6.1f} s  {text}", flush=True)
+
     copy = copy_bandwidth()
-    print(
+    say(
         f"{torch.cuda.get_device_name()}, torch {torch.__version__}, "
         f"copy bandwidth {copy.speed / 1e12:.2f} TB/s by {copy.way}"
     )
-    grid = QUICK if quick else [(context, batch) for context in CONTEXTS for batch in BATCHES]
-    rows, writer_rows, prefill_rows = [], [], []
+    whole = not quick and prefer == "cuda" and set(models) == set(MODELS)
+    kinds = {"kernels": Timing, "writer": WriterTiming, "prefill": prefill.PrefillTiming}
+    kernels, writer, prompts = tables = [Table(data_dir("h200") / f"{name}.csv", kind) for name, kind in kinds.items()]
+    for model, rotation, tokens in itertools.product(models, ("optr_h", "none"), WRITER_TOKENS):
+        row = measure_writer(WriterCase(model, rotation, tokens))
+        say(f"{model:11s} writer, rotation {rotation:6s} {tokens:6d} tokens {row.median_us:9.1f} us a layer")
+        writer.add(row)
+    if whole:
+        writer.finish()
     for model in models:
-        for rotation, tokens in itertools.product(("optr_h", "none"), WRITER_TOKENS):
-            row = measure_writer(WriterCase(model, rotation, tokens))
-            print(f"{model:11s} writer, rotation {rotation:6s} {tokens:6d} tokens {row.median_us:9.1f} us a layer")
-            writer_rows.append(row)
         for row in prefill.measure(model):
-            print(
+            say(
                 f"{model:11s} prefill, {row.queries} after {row.past:5d} tokens, {row.operation:13s} "
                 f"{row.median_us:9.1f} us, {row.tflop_per_s:5.1f} TFLOP/s, {row.speedup:5.2f}x {row.bf16_way}, "
-                f"error {row.error:.1e}",
-                flush=True,
+                f"error {row.error:.1e}"
             )
-            prefill_rows.append(row)
-        for context, batch in grid:
-            if (needed := Case.page_bytes(model, context, batch)) > MEMORY_BYTES:
-                print(f"{model:11s} {context:6d} x {batch:2d} left out: {needed / 2**30:.0f} GiB")
-                continue
-            for row in measure(model, context, batch, copy, prefer):
-                print(
-                    f"{model:11s} {context:6d} x {batch:2d} {row.reference} {row.operation:13s} "
-                    f"{row.median_us:9.1f} us {row.fraction_of_copy:6.1%} of copying, "
-                    f"{row.speedup:5.2f}x {row.bf16_way}, {row.ideal_speedup:4.2f}x ideal BF16, "
-                    f"error {row.error:.1e}, splits {row.splits}",
-                    flush=True,
-                )
-                rows.append(row)
-            torch.cuda.empty_cache()
-    return rows, writer_rows, prefill_rows
+            prompts.add(row)
+    if whole:
+        prompts.finish()
+    for model, (context, batch) in itertools.product(models, QUICK if quick else itertools.product(CONTEXTS, BATCHES)):
+        if (needed := Case.page_bytes(model, context, batch)) > MEMORY_BYTES:
+            say(f"{model:11s} {context:6d} x {batch:2d} left out: {needed / 2**30:.0f} GiB")
+            continue
+        rows = []
+        for row in measure(model, context, batch, copy, prefer):
+            say(
+                f"{model:11s} {context:6d} x {batch:2d} {row.reference} {row.operation:13s} "
+                f"{row.median_us:9.1f} us {row.fraction_of_copy:6.1%} of copying, "
+                f"{row.speedup:5.2f}x {row.bf16_way}, {row.ideal_speedup:4.2f}x ideal BF16, "
+                f"error {row.error:.1e}, splits {row.splits}"
+            )
+            rows.append(row)
+        kernels.add(*rows)
+        torch.cuda.empty_cache()
+    if whole:
+        kernels.finish()
+    return tables
 
 
 def draw_roofline(rows: list[Timing]) -> list[Path]:
@@ -402,13 +416,11 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", choices=tuple(MODELS), default=None)
     arguments = parser.parse_args()
     models = arguments.models or (["Ouro-1.4B"] if arguments.quick else list(MODELS))
-    rows, writer_rows, prefill_rows = run(arguments.quick, arguments.prefer, models)
-    tables = [
-        write_timings(data_dir("h200") / "kernels.csv", Timing, rows),
-        write_timings(data_dir("h200") / "writer.csv", WriterTiming, writer_rows),
-        write_timings(data_dir("h200") / "prefill.csv", prefill.PrefillTiming, prefill_rows),
-    ]
-    print(f"wrote {', '.join(map(show, [*tables, *draw_roofline(rows)]))}")
+    kernels, *_ = tables = run(arguments.quick, arguments.prefer, models)
+    written = [table.written for table in tables]
+    if kernels.written == kernels.path:
+        written += draw_roofline(kernels.rows)
+    print(f"wrote {', '.join(map(show, written))}")
 
 
 if __name__ == "__main__":

@@ -21,20 +21,17 @@ from residualquant.bench.gpu import (
     BF16_SECONDS,
     CACHE_BYTES,
     MODELS,
-    orthogonal,
+    random_layer,
     repeat_pages,
     row_of,
-    template_pages,
     time_launches,
 )
-from residualquant.config import preset
 from residualquant.errors import ResidualQuantError
 from residualquant.kernels.prefill_attention import (
     prefill_attention,
     prefill_attention_cost,
     prefill_attention_reference,
 )
-from residualquant.layout import PageLayout
 from residualquant.vllm.flash_attention import flash_attention_prefill_ways
 
 QUERIES = 2048
@@ -83,14 +80,12 @@ class PrefillCase:
     def __init__(self, model: str, past: int, device: str = "cuda", dtype: torch.dtype = torch.bfloat16):
         self.model, (heads, head_dim) = model, MODELS[model]
         self.past, self.queries = past, QUERIES
-        self.layout = PageLayout(preset("INT2/4 g=32", rotation="optr_h"), head_dim)
+        self.layout, matrices, means, template = random_layer(heads, head_dim, "last", device)
         draw = torch.Generator(device).manual_seed(0)
-        matrices = [orthogonal(heads, head_dim, draw) for _ in "kv"]
-        means = 0.1 * torch.randn(self.layout.config.loops, heads, head_dim, generator=draw, device=device)
         self.turn = (*matrices, means)
         sets = max(1, math.ceil(CACHE_BYTES / self.cost(LOOPS["anchor loop"])[0]))
         width = max(1, -(-past // self.layout.page_tokens))
-        self.pages = repeat_pages(template_pages(self.layout, matrices, means, draw), sets * width, draw)
+        self.pages = repeat_pages(template, sets * width, draw)
         self.tables = torch.randperm(len(self.pages), generator=draw, device=device).int().view(sets, 1, width)
         shape = (self.queries, heads, head_dim)
         self.states = [
