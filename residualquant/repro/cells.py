@@ -158,7 +158,11 @@ def compute_all_cells(profile: str | Profile) -> None:
 
 
 def _end_with_parent() -> None:
-    """On Linux: be interrupted when the parent is killed, so that the records are free for the next run."""
+    """Take interrupts, also where the parent runs in the background; on Linux be interrupted when it is killed.
+
+    The records are then free for the next run, and what the step took until then is written down.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGINT)  # PR_SET_PDEATHSIG
 
