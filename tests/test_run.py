@@ -36,6 +36,7 @@ def home(tmp_path, monkeypatch):
         paths.write_atomic(page, "<html></html>")
         return page
 
+    monkeypatch.setattr(run, "compute_analyses", lambda profile: None)  # which stand-in models cannot be used for
     monkeypatch.setattr("residualquant.repro.notebooks.run_notebooks", run_notebooks)
     report = types.ModuleType("residualquant.repro.report")
     report.write_report = write_report
