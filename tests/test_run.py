@@ -26,8 +26,14 @@ def home(tmp_path, monkeypatch):
     stand_ins.install(monkeypatch, ("words", "algebra"), N)
     monkeypatch.setattr(run, "package_hash", lambda: "one")  # whoever edits the sources meanwhile
 
+    measured = []
+    for name in ("analyses.nmse_by_problem", "analyses.states_by_problem", "rotations.rotation_errors_of"):
+        monkeypatch.setattr(
+            f"residualquant.repro.{name}", lambda profile, compute=False, name=name: measured.append((name, compute))
+        )
+
     def run_notebooks(profile, names=None, compute=False):
-        assert compute
+        assert compute and len(set(measured)) == 3 and all(computed for _, computed in measured)
         for label in ("table2", "table2_mean", "figure1_left"):
             tables.table(label, profile, compute=compute)
 
@@ -36,7 +42,6 @@ def home(tmp_path, monkeypatch):
         paths.write_atomic(page, "<html></html>")
         return page
 
-    monkeypatch.setattr(run, "compute_analyses", lambda profile: None)  # which stand-in models cannot be used for
     monkeypatch.setattr("residualquant.repro.notebooks.run_notebooks", run_notebooks)
     report = types.ModuleType("residualquant.repro.report")
     report.write_report = write_report

@@ -19,9 +19,10 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Mapping, Sequence
-from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from collections.abc import Collection, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 from residualquant.errors import ResidualQuantError
@@ -212,25 +213,30 @@ def _run_together(profile: str, given: Mapping[str, Mapping[str, Any]], at_once:
     from tqdm.auto import tqdm
 
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    at_once, kernels = min(at_once, cores), []
+    at_once, kernels, is_over = min(at_once, cores), [], Event()
     kernel_class = _kernel_class(kernels, cores // at_once)
 
     with ThreadPoolExecutor(at_once) as pool, tqdm(total=len(given), desc="notebooks", unit="notebook") as bar:
 
-        def run(name: str, parameters: Mapping[str, Any]) -> Path:
-            path = _run(name, parameters, profile, progress_bar=False, kernel_manager_class=kernel_class)
+        def run(name: str, parameters: Mapping[str, Any]) -> Path | None:
+            if is_over.is_set():
+                return None
+            try:
+                path = _run(name, parameters, profile, progress_bar=False, kernel_manager_class=kernel_class)
+            except BaseException:
+                is_over.set()
+                raise
             bar.update()
             return path
 
         running = {name: pool.submit(run, name, parameters) for name, parameters in given.items()}
         try:
-            wait(running.values(), return_when=FIRST_EXCEPTION)
-            pool.shutdown(cancel_futures=True)
+            wait(running.values())
         except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
+            is_over.set()
             _stop(kernels, running.values())
             raise
-    failures = [error for future in running.values() if not future.cancelled() and (error := future.exception())]
+    failures = [error for future in running.values() if (error := future.exception())]
     for error in failures:
         if not isinstance(error, ResidualQuantError):
             raise error
@@ -255,7 +261,7 @@ def _kernel_class(kernels: list, threads: int) -> type:
     return Kernel
 
 
-def _stop(kernels: Sequence[Any], running: Sequence[Future]) -> None:
+def _stop(kernels: Sequence[Any], running: Collection[Future]) -> None:
     """Interrupt what ``kernels`` run until the notebooks have ended; kill the kernels of those that do not."""
     try:
         for _ in range(PATIENCE):
