@@ -258,7 +258,7 @@ def test_a_failure_leaves_what_runs_and_nothing_more_is_begun(five_cores, capsys
     speaker(five_cores, "90_good", "say('a'); hear('b'); time.sleep(2)")
     speaker(five_cores, "91_bad", "hear('a'); say('b'); 1 / 0")
     speaker(five_cores, "92_never", "say('c')")
-    with pytest.raises(ResidualQuantError, match=r"^91_bad, cell 3: ZeroDivisionError: division by zero$"):
+    with pytest.raises(ResidualQuantError, match=r"^91_bad, cell 4: ZeroDivisionError: division by zero$"):
         notebooks.run_notebooks("smoke")
     assert "1 / 0" in capsys.readouterr().err
     assert [f for f in files(five_cores) if "runs" in f] == ["data/runs/smoke/90_good.ipynb"]
@@ -268,7 +268,7 @@ def test_a_failure_leaves_what_runs_and_nothing_more_is_begun(five_cores, capsys
 def test_two_failures_are_told_in_the_order_of_the_notebooks(five_cores, capsys):
     speaker(five_cores, "90_late", "say('a'); hear('b'); time.sleep(2); [][7]")
     speaker(five_cores, "91_early", "hear('a'); say('b'); 1 / 0")
-    complaint = r"^90_late, cell 3: IndexError: list index out of range; 91_early, cell 3: ZeroDivisionError: "
+    complaint = r"^90_late, cell 4: IndexError: list index out of range; 91_early, cell 4: ZeroDivisionError: "
     with pytest.raises(ResidualQuantError, match=complaint):
         notebooks.run_notebooks("smoke")
     shown = capsys.readouterr().err
