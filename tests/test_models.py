@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import json
 import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -142,6 +144,12 @@ def test_saved_model_loads_as_it_was(folder):
     for key, value in load_file(folder / "model.safetensors").items():
         assert torch.equal(model.state_dict()[key], value)
     assert load_model(str(folder), device="cpu").weights_hash == model.weights_hash
+
+
+@pytest.mark.parametrize("name", ["mini-ouro-maths", "mini-huginn"])
+def test_loading_draws_no_values_and_does_without_torchs_compiler(name):
+    code = f"import sys; from residualquant import load_model; load_model({name!r}, device='cpu')"
+    subprocess.run([sys.executable, "-c", f"{code}; sys.exit('torch._dynamo' in sys.modules)"], check=True)
 
 
 def test_shipped_minis_are_as_small_as_promised_and_know_their_tokenizer():

@@ -2,7 +2,12 @@
 
 import ast
 import json
+import os
 import shutil
+import signal
+import subprocess
+import sys
+import time
 
 import nbformat
 import pytest
@@ -201,6 +206,95 @@ def test_a_folder_that_cannot_be_written_is_one_sentence(home):
     (home / "data").write_text("in the way")
     with pytest.raises(ResidualQuantError, match=r"data/runs/tiny/90_ok\.ipynb could not be written"):
         notebooks.run_notebook("90_ok")
+
+
+# ------------------------------------------------------------------------------------------------ two at a time
+
+MEET = """
+import pathlib, time
+def say(word): pathlib.Path(word).touch()
+def hear(word):
+    end = time.monotonic() + 100
+    while not pathlib.Path(word).exists():
+        assert time.monotonic() < end, f"{word} was not said"
+        time.sleep(0.05)
+"""
+
+
+def speaker(home, name, source, parameters="profile = 'mini'"):
+    """A notebook that can say words to others and hear theirs."""
+    write(home, name, [parameters, MEET, source], tagged=True)
+
+
+@pytest.fixture
+def five_cores(home, monkeypatch):
+    monkeypatch.setattr("os.sched_getaffinity", lambda process: set(range(5)), raising=False)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    return home
+
+
+def test_two_run_at_the_same_time_and_share_the_cores(five_cores, monkeypatch):
+    threads = "import os; print(os.environ['OMP_NUM_THREADS'], profile)"
+    speaker(five_cores, "90_a", f"say('a'); hear('b'); {threads}")
+    speaker(five_cores, "91_b", f"hear('a'); say('b'); {threads}")
+    speaker(five_cores, "92_c", f"assert pathlib.Path('data/runs/smoke/93_d.ipynb').exists(); {threads}")
+    speaker(five_cores, "93_d", threads)
+    monkeypatch.setattr(notebooks, "ALONE", ("92_c",))
+    done = notebooks.run_notebooks("smoke")
+    assert [path.stem for path in done] == notebooks.notebook_names()
+    assert {paths.show(path.parent) for path in done} == {"data/runs/smoke"}
+    said = [nbformat.read(path, as_version=4).cells[-1].outputs[0].text for path in done]
+    assert said == ["2 smoke\n", "2 smoke\n", "5 smoke\n", "2 smoke\n"]
+
+
+def test_one_core_runs_one_at_a_time(five_cores, monkeypatch):
+    monkeypatch.setattr("os.sched_getaffinity", lambda process: {0})
+    speaker(five_cores, "90_a", "assert not list(pathlib.Path('data/runs/smoke').glob('.91*'))")
+    speaker(five_cores, "91_b", "assert pathlib.Path('data/runs/smoke/90_a.ipynb').exists()")
+    assert len(notebooks.run_notebooks("smoke")) == 2
+
+
+def test_a_failure_leaves_what_runs_and_nothing_more_is_begun(five_cores, capsys):
+    speaker(five_cores, "90_good", "say('a'); hear('b'); time.sleep(2)")
+    speaker(five_cores, "91_bad", "hear('a'); say('b'); 1 / 0")
+    speaker(five_cores, "92_never", "say('c')")
+    with pytest.raises(ResidualQuantError, match=r"^91_bad, cell 4: ZeroDivisionError: division by zero$"):
+        notebooks.run_notebooks("smoke")
+    assert "1 / 0" in capsys.readouterr().err
+    assert [f for f in files(five_cores) if "runs" in f] == ["data/runs/smoke/90_good.ipynb"]
+    assert not (five_cores / "c").exists()
+
+
+def test_two_failures_are_told_in_the_order_of_the_notebooks(five_cores, capsys):
+    speaker(five_cores, "90_late", "say('a'); hear('b'); time.sleep(2); [][7]")
+    speaker(five_cores, "91_early", "hear('a'); say('b'); 1 / 0")
+    complaint = r"^90_late, cell 4: IndexError: list index out of range; 91_early, cell 4: ZeroDivisionError: "
+    with pytest.raises(ResidualQuantError, match=complaint):
+        notebooks.run_notebooks("smoke")
+    shown = capsys.readouterr().err
+    assert 0 < shown.index("[][7]") < shown.index("1 / 0")
+
+
+def test_an_interruption_ends_all_kernels(home):
+    told = "import os; pathlib.Path('{0}').write_text(str(os.getpid())); os.rename('{0}', '{0}.pid')"
+    wait = "try: time.sleep(600)\nfinally: say('a.ended')"
+    speaker(home, "90_heeds", f"{told.format('a')}\n{wait}")
+    speaker(home, "91_ignores", f"{told.format('b')}\nimport signal; signal.signal(2, signal.SIG_IGN); time.sleep(600)")
+    speaker(home, "92_never", "say('c')")
+    code = "from residualquant.repro import notebooks as n; n.PATIENCE = 3; n.os.sched_getaffinity = lambda _: {0, 1}; "
+    process = subprocess.Popen([sys.executable, "-c", code + "n.run_notebooks('smoke')"], stderr=subprocess.PIPE)
+    limit = time.monotonic() + 100
+    while not all((home / f"{name}.pid").exists() for name in "ab"):
+        assert process.poll() is None and time.monotonic() < limit
+        time.sleep(0.1)
+    process.send_signal(signal.SIGINT)
+    said = process.communicate(timeout=60)[1].decode()
+    assert "KeyboardInterrupt" in said and process.returncode != 0
+    for name in "ab":
+        with pytest.raises(ProcessLookupError):
+            os.kill(int((home / f"{name}.pid").read_text()), 0)
+    assert (home / "a.ended").exists() and not (home / "c").exists()
+    assert not list((home / "data" / "runs" / "smoke").iterdir())
 
 
 # ------------------------------------------------------------------------------------------------ all of them

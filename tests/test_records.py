@@ -23,6 +23,7 @@ from residualquant.models.base import KVShape
 from residualquant.repro import paths
 from residualquant.repro.records import (
     Answer,
+    Lock,
     Records,
     Writer,
     finished_name,
@@ -311,6 +312,22 @@ def test_evaluate_answers_and_scores_everything_once(engine, tmp_path, monkeypat
     monkeypatch.setattr("residualquant.engine.iter_decode", None)  # nothing is left to decode
     assert [c.correct for c in evaluate(tmp_path / "r.jsonl")] == [c.correct for c in cells]
     assert (tmp_path / "r.jsonl.xz").read_bytes() == first and not (tmp_path / "r.jsonl").exists()
+
+
+def test_a_finished_file_with_all_that_is_asked_for_is_read_whoever_holds_it(engine, tmp_path):
+    cells = evaluate(tmp_path / "r.jsonl")
+    with Lock(tmp_path / "r.jsonl"):
+        assert [c.correct for c in evaluate(tmp_path / "r.jsonl", CONFIGS[1:])] == [c.correct for c in cells[1:]]
+        with pytest.raises(ResidualQuantError, match="being written by another run"):
+            evaluate(tmp_path / "r.jsonl", n=9)
+
+
+def test_what_a_finished_file_lacks_in_scores_is_made_up_for(engine, tmp_path):
+    half = evals_run.evaluate(
+        stand_ins.stand_in_model(), "words", CONFIGS, 8, tmp_path / "r.jsonl", score=False, progress=False
+    )
+    assert not any(cell.is_complete for cell in half) and (tmp_path / "r.jsonl.xz").is_file()
+    assert all(cell.is_complete for cell in evaluate(tmp_path / "r.jsonl"))
 
 
 def test_evaluate_adds_only_what_is_missing(engine, tmp_path):

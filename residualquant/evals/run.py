@@ -19,7 +19,7 @@ from residualquant.errors import ResidualQuantError, check_count, check_type
 from residualquant.evals.tasks import TASKS_VERSION, Problem, frozen, problem_of, problems
 from residualquant.repro.paths import show
 from residualquant.repro.provenance import method_hash, provenance
-from residualquant.repro.records import SCHEMA, Answer, Cell, Writer
+from residualquant.repro.records import SCHEMA, Answer, Cell, Records, Writer, finished_name, key_of
 
 if TYPE_CHECKING:
     from residualquant.cache import RotationMap
@@ -97,7 +97,8 @@ def evaluate(
     """The cells of ``configs`` on the first ``n`` test problems of ``task``, complete and (with ``score``) scored.
 
     Answers that ``records`` (a JSONL file) holds already are kept; only missing (configuration, problem) pairs are
-    decoded. When all are there the file is sorted and compressed (``.xz`` is added to its name).
+    decoded. When all are there the file is sorted and compressed (``.xz`` is added to its name); one that is, and holds
+    all that is asked for, is only read, whoever else reads it.
 
     Args:
         model: a looped model with a tokenizer; its ``weights_hash`` tells its answers from another's.
@@ -125,19 +126,31 @@ def evaluate(
     prompts = {p.problem_id: model.tokenizer.encode(p.prompt).ids for p in chosen}
     check_request(model, list(prompts.values()), configs, limit, max_rows, memory_bytes)
     iter_decode, particular = _decoder(engine, model, configs, memory_bytes)
+    identities = [
+        identity_of(model, task, chosen, c, rotations.get(i), max_new_tokens=limit, seed=seed, engine=particular)
+        for i, c in enumerate(configs)
+    ]
+    if cells := _finished(Path(records), identities, score):
+        return cells
     made = provenance(model.device.type)
     with Writer(Path(records)) as writer:
-        identities = [
-            identity_of(model, task, chosen, c, rotations.get(i), max_new_tokens=limit, seed=seed, engine=particular)
-            for i, c in enumerate(configs)
-        ]
         cells = [writer.start(identity, made) for identity in identities]
         _say_what_is_there(writer, cells, progress)
         options = {"max_new_tokens": limit, "eos_ids": model.stop_ids, "max_rows": max_rows, "progress": progress}
         decoded = _decode_missing(iter_decode, model, chosen, prompts, configs, rotations, cells, writer, options)
         _take(decoded, score, task, {p.problem_id: p for p in chosen}, cells, writer)
-        writer.finish(_superseded(writer, cells))
+        writer.finish(_superseded(writer.records, cells))
     return cells
+
+
+def _finished(path: Path, identities: Sequence[dict], score: bool) -> list[Cell]:
+    """The cells of ``identities`` if the records are finished and nothing in them is to change, else none."""
+    records = Records(path)
+    cells = [records.cells[short] for i in identities if (short := key_of(i)[:16]) in records.cells]
+    whole = all(cell.is_complete if score else len(cell.answers) == cell.identity["n"] for cell in cells)
+    if records.path != finished_name(path) or records.damage or len(cells) < len(identities) or not whole:
+        return []
+    return [] if _superseded(records, cells) else cells
 
 
 def _decoder(
@@ -289,7 +302,7 @@ def _score(task: str, by_id: Mapping[str, Problem], cells: Sequence[Cell], write
     return len(open_answers)
 
 
-def _superseded(writer: Writer, cells: Sequence[Cell]) -> list[str]:
+def _superseded(records: Records, cells: Sequence[Cell]) -> list[str]:
     """Keys of older cells that differ in code, weights or scorers only, not in what was asked for.
 
     Rotations calibrated for other weights count as such a difference.
@@ -303,6 +316,6 @@ def _superseded(writer: Writer, cells: Sequence[Cell]) -> list[str]:
 
     return [
         short
-        for short, old in writer.records.cells.items()
+        for short, old in records.cells.items()
         if short not in current and any(replaces(cell.identity, old.identity) for cell in cells)
     ]

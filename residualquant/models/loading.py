@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from residualquant.errors import ResidualQuantError
 from residualquant.models.base import STOP_TOKENS, KVShape, LoopedModel
@@ -115,12 +116,21 @@ def _check_numbers(values: dict, known: OuroConfig | HuginnConfig) -> None:
             raise ValueError(f"{name} must be a positive number, got {value!r}")
 
 
+class _NoInit(TorchFunctionMode):
+    """Modules made in this context draw no values (for the meta device torch would first import its compiler)."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        draws = getattr(func, "__module__", None) == nn.init.__name__
+        return kwargs["tensor"] if draws else func(*args, **kwargs)
+
+
 def _empty_model(config: OuroConfig | HuginnConfig, weights: dict[str, torch.Tensor], name: str) -> LoopedModel:
     """The model without values. Layers are counted first: building a wrong config.json's million takes hours."""
     if config.num_hidden_layers > len(weights):
         raise ResidualQuantError(f"{name}: config.json implies {config.num_hidden_layers} layers, more than it has")
     try:
-        with torch.device("meta"):
+        with torch.device("meta"), _NoInit():
             return ARCHITECTURES[config.model_type][1](config)
     except (RuntimeError, TypeError) as error:  # sizes that torch refuses
         raise ResidualQuantError(f"config.json of {name} cannot be used: {error}") from error

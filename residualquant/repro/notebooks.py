@@ -3,6 +3,7 @@
 papermill alone accepts misspelt parameters, takes the kernel that a notebook names, and leaves half a notebook behind
 when a cell fails. Here unknown names and wrong types are refused before anything runs, the kernel is always this
 environment's ``python3``, and an executed copy appears under ``data/runs/<profile>/`` whole or not at all.
+:func:`run_notebooks` runs two at a time, which share the cores.
 
     python -m residualquant.repro.notebooks list
     python -m residualquant.repro.notebooks run 10_table2 -p profile smoke
@@ -12,10 +13,16 @@ from __future__ import annotations
 
 import argparse
 import ast
+import asyncio
+import contextlib
+import os
 import re
+import signal
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 from residualquant.errors import ResidualQuantError
@@ -25,6 +32,9 @@ from residualquant.repro.profiles import profile_of
 KERNEL = "python3"
 QUIET = "--IPKernelApp.log_level=40"  # errors only
 SHOWN_LINES = 12  # of a failing cell and of its traceback
+AT_ONCE = 2  # notebooks, on a machine with as many cores
+ALONE = ("30_serving",)  # it measures speed
+PATIENCE = 10  # seconds in which an interrupted kernel may end by itself
 
 
 def notebook_names() -> list[str]:
@@ -105,6 +115,15 @@ def run_notebook(name: str, parameters: Mapping[str, Any] | None = None, profile
         ValueError: an unknown notebook, parameter or type.
         ResidualQuantError: a cell failed, the kernel died, or the copy could not be written; nothing is left behind.
     """
+    try:
+        return _run(name, parameters, profile, progress_bar={"desc": name})
+    except ResidualQuantError as error:
+        _explain(error)
+        raise
+
+
+def _run(name: str, parameters: Mapping[str, Any] | None, profile: str | None, **options) -> Path:
+    """:func:`run_notebook` that shows nothing; ``options`` are papermill's."""
     source, parameters = notebook_path(name), dict(parameters or {})
     check_parameters(source, parameters)
     profile = profile or parameters.get("profile") or parameters_of(source).get("profile", "mini")
@@ -113,7 +132,7 @@ def run_notebook(name: str, parameters: Mapping[str, Any] | None = None, profile
     try:
         folder.mkdir(parents=True, exist_ok=True)
         try:
-            _execute(source, temporary, parameters)
+            _execute(source, temporary, parameters, **options)
             temporary.replace(target)
         finally:
             temporary.unlink(missing_ok=True)
@@ -122,7 +141,7 @@ def run_notebook(name: str, parameters: Mapping[str, Any] | None = None, profile
     return target
 
 
-def _execute(source: Path, target: Path, parameters: dict[str, Any]) -> None:
+def _execute(source: Path, target: Path, parameters: dict[str, Any], **options) -> None:
     import logging
 
     import papermill
@@ -131,13 +150,13 @@ def _execute(source: Path, target: Path, parameters: dict[str, Any]) -> None:
     from papermill.exceptions import PapermillExecutionError
 
     logging.getLogger("papermill").setLevel(logging.ERROR)  # its guesses at parameters; they are checked above
+    where = {"metadata": {"path": str(paths.workspace())}}  # its own cwd would be that of all threads
     try:
         papermill.execute_notebook(
             str(source), str(target), parameters=parameters, kernel_name=KERNEL, language="python",
-            cwd=str(paths.workspace()), progress_bar={"desc": source.stem}, extra_arguments=[QUIET],
+            resources=where, extra_arguments=[QUIET], **options,
         )  # fmt: skip
     except PapermillExecutionError as error:
-        print(describe_failure(error), file=sys.stderr)
         raise ResidualQuantError(f"{source.stem}, cell {error.cell_index + 1}: {_headline(error)}") from error
     except DeadKernelError as error:
         raise ResidualQuantError(f"{source.stem}: its Python process died (out of memory, or killed)") from error
@@ -150,6 +169,12 @@ def _headline(error: Any) -> str:
     return (text[0] if text else "") if error.ename == "ResidualQuantError" else f"{error.ename}: {' '.join(text)}"
 
 
+def _explain(failure: ResidualQuantError) -> None:
+    """Show the failing cell, if it was one that failed."""
+    if hasattr(failure.__cause__, "traceback"):
+        print(describe_failure(failure.__cause__), file=sys.stderr)
+
+
 def describe_failure(error: Any) -> str:
     """A failing cell in short: its first lines and the end of its traceback, without colours."""
     plain = re.sub(r"\x1b\[[0-9;]*m", "", "\n".join(error.traceback)).splitlines()
@@ -157,23 +182,100 @@ def describe_failure(error: Any) -> str:
     return "\n".join(["the failing cell:", *source, "the end of its traceback:", *plain[-SHOWN_LINES:]])
 
 
+# ------------------------------------------------------------------------------------------------ all of them
+
+
 def run_notebooks(profile: str, names: Sequence[str] | None = None, compute: bool = False) -> list[Path]:
-    """Execute notebooks (all when ``names`` is None) for one profile; returns the executed copies.
+    """Execute notebooks (all when ``names`` is None) for one profile; returns the executed copies, in that order.
 
     Each gets ``profile`` and ``compute`` where its parameters cell has them: with ``compute`` missing answers are
-    computed, without it records are read and no model runs.
+    computed, without it records are read and no model runs. Two run at a time where there are two cores, so that what
+    several of them would compute has to be there already. A notebook that measures speed runs when the others are done.
 
     Raises:
         ValueError: an unknown notebook.
-        ResidualQuantError: a notebook failed; those before it are kept.
+        ResidualQuantError: notebooks failed, whose names are given; no other is begun then, and those that are done
+            or running are kept.
+        KeyboardInterrupt: after all kernels have ended.
     """
     chosen = [notebook_path(name) for name in (notebook_names() if names is None else names)]
     offered = {"profile": profile, "compute": compute}
-    done = []
-    for path in chosen:
-        known = parameters_of(path)
-        done.append(run_notebook(path.stem, {k: v for k, v in offered.items() if k in known}, profile))
-    return done
+    given = {path.stem: {k: v for k, v in offered.items() if k in parameters_of(path)} for path in chosen}
+    alone = [name for name in given if name in ALONE]
+    done = _run_together(profile, {name: given[name] for name in given if name not in alone}, AT_ONCE)
+    for name in alone:
+        done |= _run_together(profile, {name: given[name]}, 1)
+    return [done[path.stem] for path in chosen]
+
+
+def _run_together(profile: str, given: Mapping[str, Mapping[str, Any]], at_once: int) -> dict[str, Path]:
+    """{name: executed copy} of the notebooks {name: parameters}, ``at_once`` at a time if there are as many cores."""
+    from tqdm.auto import tqdm
+
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    at_once, kernels, is_over = min(at_once, cores), [], Event()
+    kernel_class = _kernel_class(kernels, cores // at_once)
+
+    with ThreadPoolExecutor(at_once) as pool, tqdm(total=len(given), desc="notebooks", unit="notebook") as bar:
+
+        def run(name: str, parameters: Mapping[str, Any]) -> Path | None:
+            if is_over.is_set():
+                return None
+            try:
+                path = _run(name, parameters, profile, progress_bar=False, kernel_manager_class=kernel_class)
+            except BaseException:
+                is_over.set()
+                raise
+            bar.update()
+            return path
+
+        running = {name: pool.submit(run, name, parameters) for name, parameters in given.items()}
+        try:
+            wait(running.values())
+        except BaseException:
+            is_over.set()
+            _stop(kernels, running.values())
+            raise
+    failures = [error for future in running.values() if (error := future.exception())]
+    for error in failures:
+        if not isinstance(error, ResidualQuantError):
+            raise error
+        _explain(error)
+    if failures:
+        raise ResidualQuantError("; ".join(map(str, failures))) from failures[0]
+    return {name: future.result() for name, future in running.items()}
+
+
+def _kernel_class(kernels: list, threads: int) -> type:
+    """Managers of kernels that compute with so many threads, unless the user names another number.
+
+    Each is added to ``kernels`` when it has started.
+    """
+    from jupyter_client import AsyncKernelManager
+
+    class Kernel(AsyncKernelManager):
+        async def start_kernel(self, **options) -> None:
+            await super().start_kernel(**options, env={"OMP_NUM_THREADS": str(threads)} | os.environ)
+            kernels.append(self)
+
+    return Kernel
+
+
+def _stop(kernels: Sequence[Any], running: Collection[Future]) -> None:
+    """Interrupt what ``kernels`` run until the notebooks have ended; kill the kernels of those that do not."""
+    try:
+        for _ in range(PATIENCE):
+            _send(kernels, signal.SIGINT)
+            if not wait(running, timeout=1).not_done:
+                break
+    finally:
+        _send(kernels, signal.SIGKILL)
+
+
+def _send(kernels: Sequence[Any], signum: int) -> None:
+    for kernel in tuple(kernels):
+        with contextlib.suppress(RuntimeError):  # it has ended
+            asyncio.run(kernel.signal_kernel(signum))
 
 
 def _literal(text: str) -> Any:

@@ -8,7 +8,7 @@ The policy, per profile:
   stopped. Finished, with code, models and outputs unchanged: "up to date". ``fresh`` starts over.
 * ``make_tables`` and ``make_figures`` (``make tables``, ``make table2`` …) read the records and run no model.
 
-Models run first, with progress bars; then the notebooks run and find every answer there.
+Models run first, with progress bars; then the notebooks run, two at a time, and find every answer there.
 """
 
 from __future__ import annotations
@@ -105,6 +105,7 @@ def reproduce(profile: str | Profile = "mini", fresh: bool = False, log: Log = p
             log(f"{profile.name}: going on with the run of {started}; answers that are there are kept")
         _write_marker(profile.name, state="running", started=started)
         compute_all_cells(profile)
+        compute_analyses(profile)
         run_notebooks(profile.name, compute=True)
         log(f"report: {paths.show(write_report(profile.name))}")
         for line in compare_with_committed(profile.name):
@@ -117,6 +118,15 @@ def reproduce(profile: str | Profile = "mini", fresh: bool = False, log: Log = p
             fingerprint=now,
             outputs=_outputs(profile.name),
         )
+
+
+def compute_analyses(profile: Profile) -> None:
+    """Measure what notebooks show of states and rotations, unless it is there, since several read the same."""
+    from residualquant.repro.analyses import nmse_by_problem, states_by_problem
+    from residualquant.repro.rotations import rotation_errors_of
+
+    for measure in (nmse_by_problem, states_by_problem, rotation_errors_of):
+        measure(profile, compute=True)
 
 
 def _is_up_to_date(marker: dict, now: str, profile: str) -> bool:
