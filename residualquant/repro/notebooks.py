@@ -23,11 +23,14 @@ from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from threading import Event
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from residualquant.errors import ResidualQuantError
 from residualquant.repro import paths
 from residualquant.repro.profiles import profile_of
+
+if TYPE_CHECKING:
+    from tqdm import tqdm
 
 KERNEL = "python3"
 QUIET = "--IPKernelApp.log_level=40"  # errors only
@@ -198,25 +201,26 @@ def run_notebooks(profile: str, names: Sequence[str] | None = None, compute: boo
             or running are kept.
         KeyboardInterrupt: after all kernels have ended.
     """
+    from tqdm.auto import tqdm
+
     chosen = [notebook_path(name) for name in (notebook_names() if names is None else names)]
     offered = {"profile": profile, "compute": compute}
     given = {path.stem: {k: v for k, v in offered.items() if k in parameters_of(path)} for path in chosen}
     alone = [name for name in given if name in ALONE]
-    done = _run_together(profile, {name: given[name] for name in given if name not in alone}, AT_ONCE)
-    for name in alone:
-        done |= _run_together(profile, {name: given[name]}, 1)
+    with tqdm(total=len(given), desc="notebooks", unit="notebook") as bar:
+        done = _run_together(profile, {name: given[name] for name in given if name not in alone}, AT_ONCE, bar)
+        for name in alone:
+            done |= _run_together(profile, {name: given[name]}, 1, bar)
     return [done[path.stem] for path in chosen]
 
 
-def _run_together(profile: str, given: Mapping[str, Mapping[str, Any]], at_once: int) -> dict[str, Path]:
+def _run_together(profile: str, given: Mapping[str, Mapping[str, Any]], at_once: int, bar: tqdm) -> dict[str, Path]:
     """{name: executed copy} of the notebooks {name: parameters}, ``at_once`` at a time if there are as many cores."""
-    from tqdm.auto import tqdm
-
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     at_once, kernels, is_over = min(at_once, cores), [], Event()
     kernel_class = _kernel_class(kernels, cores // at_once)
 
-    with ThreadPoolExecutor(at_once) as pool, tqdm(total=len(given), desc="notebooks", unit="notebook") as bar:
+    with ThreadPoolExecutor(at_once) as pool:
 
         def run(name: str, parameters: Mapping[str, Any]) -> Path | None:
             if is_over.is_set():
