@@ -97,8 +97,7 @@ def evaluate(
     """The cells of ``configs`` on the first ``n`` test problems of ``task``, complete and (with ``score``) scored.
 
     Answers that ``records`` (a JSONL file) holds already are kept; only missing (configuration, problem) pairs are
-    decoded. When all are there the file is sorted and compressed (``.xz`` is added to its name); one that is, and holds
-    all that is asked for, is only read, whoever else reads it.
+    decoded. When all are there the file is sorted and compressed (``.xz`` is added to its name), and from then on read.
 
     Args:
         model: a looped model with a tokenizer; its ``weights_hash`` tells its answers from another's.
@@ -113,8 +112,7 @@ def evaluate(
         ValueError: an unknown task or engine, n or max_new_tokens below 1, no configuration, two with the same codec,
             one that the model or the engine cannot have, or calibrated rotations that are missing or not wanted.
             Nothing is written then.
-        ResidualQuantError: the model has no tokenizer or stop token, another process writes the same file, or the disk
-            is full.
+        ResidualQuantError: the model has no tokenizer or stop token, another writes the same file, or the disk is full.
     """
     from residualquant.engine import check_request
 
@@ -132,11 +130,11 @@ def evaluate(
     ]
     if cells := _finished(Path(records), identities, score):
         return cells
+    options = {"max_new_tokens": limit, "eos_ids": model.stop_ids, "max_rows": max_rows, "progress": progress}
     made = provenance(model.device.type)
     with Writer(Path(records)) as writer:
         cells = [writer.start(identity, made) for identity in identities]
         _say_what_is_there(writer, cells, progress)
-        options = {"max_new_tokens": limit, "eos_ids": model.stop_ids, "max_rows": max_rows, "progress": progress}
         decoded = _decode_missing(iter_decode, model, chosen, prompts, configs, rotations, cells, writer, options)
         _take(decoded, score, task, {p.problem_id: p for p in chosen}, cells, writer)
         writer.finish(_superseded(writer.records, cells))
