@@ -105,13 +105,12 @@ def evaluate(
             ``{(group, layer, "k" or "v"): Rotation}``.
         max_new_tokens: the task's own limit when None.
         max_rows, memory_bytes: most sequences decoded at once, most memory for caches; the engine's own when None.
-        score: False leaves new answers unscored, for a machine without scorers; see :func:`score_records`.
+        score: False leaves new answers to :func:`score_records`.
         engine: "torch", or "vllm" for the paged cache of the serving plugin; their answers are different cells.
 
     Raises:
         ValueError: an unknown task or engine, n or max_new_tokens below 1, no configuration, two with the same codec,
             one that the model or the engine cannot have, or calibrated rotations that are missing or not wanted.
-            Nothing is written then.
         ResidualQuantError: the model has no tokenizer or stop token, another writes the same file, or the disk is full.
     """
     from residualquant.engine import check_request
