@@ -1,6 +1,8 @@
 """Cells: what the labels ask for, each configuration once; in one piece or in parts, scored at once or later."""
 
 import dataclasses
+import subprocess
+import sys
 from typing import ClassVar
 
 import pytest
@@ -144,7 +146,7 @@ class PartOfARun:
     started: ClassVar = []
     failing: ClassVar = []
 
-    def __init__(self, command, env, preexec_fn):
+    def __init__(self, command, env, process_group, preexec_fn):
         self.started.append((command[command.index("cells") :], env["OMP_NUM_THREADS"], env["TQDM_POSITION"]))
         part = tuple(map(int, command[command.index("--part") + 1].split("/")))
         self.code = 2 if part in self.failing else cells.compute_cells(TINY, part=part, score=False, progress=False)
@@ -152,7 +154,8 @@ class PartOfARun:
     def poll(self):
         return self.code or 0
 
-    wait = poll
+    def wait(self):
+        assert self.poll() is not None
 
 
 def test_processes_share_a_profiles_cells(home, monkeypatch):
@@ -165,11 +168,34 @@ def test_processes_share_a_profiles_cells(home, monkeypatch):
     monkeypatch.setattr(PartOfARun, "failing", [])
     cells.compute_all_cells(two)
     asked, threads, place = PartOfARun.started[-1]
-    assert asked == ["cells", "--profile", "tiny", "--no-score", "--part", "2/2", "--memory-gib", "3.0"]
+    assert asked == ["cells", "--profile", "tiny", "--no-score", "--memory-gib", "3.0", "--part", "2/2"]
     assert int(threads) >= 1 and place == "1" and len(PartOfARun.started) == 4
-    assert cells.coverage(two) == "" and not paths.parts_dir("tiny").exists()
-    cells.compute_all_cells(two)  # all is there
-    assert len(PartOfARun.started) == 4
+    assert cells.coverage(two) == "" and not any(paths.parts_dir("tiny").iterdir())
+    list_records(paths.records_dir("tiny"))[0].unlink()  # what is there is kept: no part begins anew
+    cells.compute_all_cells(two)
+    assert len(PartOfARun.started) == 4 and cells.coverage(two) == ""
+
+
+@pytest.mark.parametrize("interrupted", [True, False])
+def test_all_processes_end_when_one_fails_or_the_run_is_interrupted(home, monkeypatch, tmp_path, interrupted):
+    """Real ones, of which the second stays for long."""
+    two, pids = dataclasses.replace(TINY, processes=2), []
+    script = "import sys, time; time.sleep(0 if sys.argv[1].startswith('1/') else 60); sys.exit(3)"
+
+    def start(command, **options):
+        pids.append(subprocess.Popen([sys.executable, "-c", script, command[-1]], **options))
+        return pids[-1]
+
+    def interrupt(seconds):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cells, "Popen", start)
+    monkeypatch.setattr(cells, "cores", lambda: 2)
+    if interrupted:
+        monkeypatch.setattr(cells.time, "sleep", interrupt)
+    with pytest.raises(KeyboardInterrupt if interrupted else ResidualQuantError):
+        cells.compute_all_cells(two)
+    assert len(pids) == 2 and all(process.poll() is not None for process in pids)
 
 
 def test_a_cell_counts_once_it_has_all_answers_and_scores(home):
@@ -184,11 +210,6 @@ def test_a_cell_counts_once_it_has_all_answers_and_scores(home):
         cells.read_cells(more, ["table8"])
 
 
-def busy_seconds(rows):
-    """Of the whole machine."""
-    return sum(float(row["seconds"]) * min(1, int(row["threads"]) / int(row["cores"])) for row in rows)
-
-
 def test_every_step_that_computes_something_is_timed(home):
     cells.compute_cells(TINY, progress=False)
     file = paths.records_dir("tiny") / cost.TIMING
@@ -199,7 +220,7 @@ def test_every_step_that_computes_something_is_timed(home):
     assert {row["part"] for row in rows} == {""}
     cells.compute_cells(TINY, progress=False)  # everything is there
     assert cost.read_timings(file) == rows
-    assert cost.model_time("tiny") == (pytest.approx(busy_seconds(rows)), rows[0]["machine"])
+    assert cost.model_time("tiny") == (pytest.approx(sum(float(row["seconds"]) for row in rows)), rows[0]["machine"])
 
 
 def test_times_of_parts_are_collected_once(home):
@@ -209,13 +230,14 @@ def test_times_of_parts_are_collected_once(home):
         list(cells.collect_cells(TINY))
     rows = cost.read_timings(paths.records_dir("tiny") / cost.TIMING)
     assert [row["part"] for row in rows] == ["1of2"] * 3 + ["2of2"] * 3
-    assert cost.model_time("tiny")[0] == pytest.approx(busy_seconds(rows))
+    assert cost.model_time("tiny")[0] == pytest.approx(sum(float(row["seconds"]) for row in rows) / 2)
 
 
-def test_a_step_by_one_core_of_two_takes_half_the_machine(home):
-    file, times = paths.records_dir("tiny") / cost.TIMING, {"2 cores of a CPU": 50, "NVIDIA H200": 100}
-    for machine, seconds in times.items():
-        row = dict.fromkeys(cost.COLUMNS, "x") | {"seconds": "100", "machine": machine, "cores": "2", "threads": "1"}
+def test_parts_share_a_cpu_and_take_turns_on_a_gpu(home):
+    file = paths.records_dir("tiny") / cost.TIMING
+    times = {("2 cores of a CPU", "1of2"): 50, ("2 cores of a CPU", ""): 100, ("NVIDIA H200", "1of2"): 100}
+    for (machine, part), seconds in times.items():
+        row = dict.fromkeys(cost.COLUMNS, "x") | {"seconds": "100", "machine": machine, "part": part}
         paths.write_atomic(file, cost._text([row]))
         assert cost.model_time("tiny") == (seconds, machine)
 

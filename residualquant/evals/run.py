@@ -109,8 +109,8 @@ def evaluate(
         engine: "torch", or "vllm" for the paged cache of the serving plugin; their answers are different cells.
 
     Raises:
-        ValueError: an unknown task or engine, n or max_new_tokens below 1, no configuration, two with the same codec,
-            one that the model or the engine cannot have, or calibrated rotations that are missing or not wanted.
+        ValueError: (before anything is written) an unknown task or engine, a number below 1, no configuration, two of
+            one codec, one that the model or engine cannot have, or rotations that are missing or not wanted.
         ResidualQuantError: the model has no tokenizer or stop token, another writes the same file, or the disk is full.
     """
     from residualquant.engine import check_request

@@ -23,6 +23,7 @@ from pathlib import Path
 from residualquant.errors import ResidualQuantError
 from residualquant.evals._scoring_worker import MAX_LINES
 from residualquant.evals.tasks.problem import Problem
+from residualquant.repro.provenance import cores
 
 FLEXIBLE_EXTRACT = re.compile(r"(-?[$0-9.,]{2,})|(-?[0-9]+)")
 INVALID = "[invalid]"
@@ -83,7 +84,7 @@ class _Worker:
         environment |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
         environment |= {"OPENBLAS_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
         script = Path(__file__).with_name("_scoring_worker.py")
-        processes = max(1, min(8, len(os.sched_getaffinity(0))))
+        processes = min(8, cores())
         with open(Path(folder) / "stderr.txt", "wb") as errors:
             return subprocess.Popen(
                 [sys.executable, "-P", str(script), self.kind, str(processes)],

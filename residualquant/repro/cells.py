@@ -12,6 +12,7 @@ import os
 import shutil
 import signal
 import sys
+import time
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from subprocess import Popen
@@ -23,10 +24,12 @@ from residualquant.repro.cost import TIMING, collect_timings, timed
 from residualquant.repro.labels import LABELS
 from residualquant.repro.markup import counted
 from residualquant.repro.profiles import Place, Plan, Profile, profile_of
+from residualquant.repro.provenance import cores
 from residualquant.repro.records import Cell, Records, Writer, list_records, read_records
 
 Cells = dict[tuple[str, str, KVQuantConfig], Cell]
 CPU_MEMORY_GIB = 6  # for the caches of all processes together
+_LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 
 def records_name(profile: Profile, place: Place) -> str:
@@ -118,43 +121,58 @@ def compute_cells(
         model = load_model(name, device=profile.device)
         for place in places:
             if configs := [c for c in plan[place] if c in mine[name]]:
-                n = profile.problems[place[0]][place[1]]
-                _evaluate(profile, model, place, configs, n, folder, memory_bytes, score, progress)
+                _evaluate(profile, model, place, configs, folder, memory_bytes, score, progress)
 
 
 def compute_all_cells(profile: str | Profile) -> None:
-    """:func:`compute_cells` of all labels, by as many processes at a time as the profile says.
+    """:func:`compute_cells` of all labels, of a profile without records by as many processes as it says.
+
+    They share the machine: its cores, and ``CPU_MEMORY_GIB`` for their caches. A run that was cut off goes on.
 
     Raises:
         ResidualQuantError: as there, or one of the processes failed, which has said why itself.
     """
     profile = profile_of(profile)
-    count = profile.processes
-    if count > 1 and not _is_covered(profile):
-        command = [sys.executable, "-m", "residualquant.cli", "cells", "--profile", profile.name, "--no-score"]
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-        environment = os.environ | {"OMP_NUM_THREADS": str(max(1, cores // count))}
-        parts = [
-            Popen(
-                [*command, "--part", f"{i + 1}/{count}", "--memory-gib", str(CPU_MEMORY_GIB / count)],
-                env=environment | {"TQDM_POSITION": str(i)},
-                preexec_fn=_end_with_parent,
-            )
-            for i in range(count)
-        ]
-        try:
-            failed = [f"{i}/{count}" for i, part in enumerate(parts, 1) if part.wait()]
-        finally:
-            for part in parts:
-                if part.poll() is None:
-                    part.send_signal(signal.SIGINT)
-                part.wait()
-        if failed:
-            raise ResidualQuantError(f"part {failed[0]} of the cells of {profile.name} failed, as said above")
+    begun = any(map(Path.is_dir, _own_parts(profile)))
+    if 1 < profile.processes <= cores() and (begun or not list_records(paths.records_dir(profile.name))):
+        _run_parts(profile, profile.processes)
         for _ in collect_cells(profile):
             pass
-        shutil.rmtree(paths.parts_dir(profile.name))
+        remove_parts(profile)
     compute_cells(profile)
+
+
+def remove_parts(profile: Profile) -> None:
+    """Remove what :func:`compute_all_cells` left when it was cut off."""
+    for folder in filter(Path.is_dir, _own_parts(profile)):
+        shutil.rmtree(folder)
+
+
+def _own_parts(profile: Profile) -> list[Path]:
+    return [_part_folder(profile, i, profile.processes) for i in range(1, profile.processes + 1)]
+
+
+def _run_parts(profile: Profile, count: int) -> None:
+    """Compute the parts 1 … count by a process each; all end when one fails or this one is interrupted."""
+    command = [sys.executable, "-m", "residualquant.cli", "cells", "--profile", profile.name, "--no-score"]
+    command += ["--memory-gib", str(CPU_MEMORY_GIB / count), "--part"]
+    environment = {"OMP_NUM_THREADS": str(cores() // count)} | os.environ
+    parts: list[Popen] = []
+    try:
+        for i in range(count):
+            place = {"TQDM_POSITION": str(i)}  # of its progress bar
+            given = {"env": environment | place, "process_group": 0, "preexec_fn": _end_with_parent}
+            parts.append(Popen([*command, f"{i + 1}/{count}"], **given))
+        while any(part.poll() is None for part in parts) and not any(part.poll() for part in parts):
+            time.sleep(0.2)
+        if failed := [i for i, part in enumerate(parts, 1) if part.poll()]:
+            raise ResidualQuantError(f"part {failed[0]}/{count} of the cells of {profile.name} failed, as said above")
+    finally:
+        for part in parts:
+            if part.poll() is None:
+                part.send_signal(signal.SIGINT)
+        for part in parts:
+            part.wait()
 
 
 def _end_with_parent() -> None:
@@ -163,18 +181,11 @@ def _end_with_parent() -> None:
     The records are then free for the next run, and what the step took until then is written down.
     """
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGINT)  # PR_SET_PDEATHSIG
+    if _LIBC is not None:
+        _LIBC.prctl(1, signal.SIGINT)  # PR_SET_PDEATHSIG
 
 
-def _is_covered(profile: Profile) -> bool:
-    try:
-        return not coverage(profile)
-    except ResidualQuantError:
-        return False
-
-
-def _evaluate(profile, model, place, configs, n, folder, memory_bytes, score, progress) -> None:
+def _evaluate(profile, model, place, configs, folder, memory_bytes, score, progress) -> None:
     from residualquant.evals.run import evaluate
     from residualquant.rotation.calibration import CALIBRATED, CalibrationSizes, calibrated_many
 
@@ -192,7 +203,7 @@ def _evaluate(profile, model, place, configs, n, folder, memory_bytes, score, pr
             model,
             place[1],
             configs,
-            n,
+            profile.plan[place][configs[0]],
             folder / records_name(profile, place),
             rotations=dict(zip(learnt, rotations)),
             max_rows=profile.max_rows,
@@ -231,9 +242,11 @@ def _share(profile: Profile, part: tuple[int, int] | None) -> tuple[Mapping[str,
     for name, places in _by_model(profile, profile.plan).items():
         configs = list(dict.fromkeys(config for place in places for config in profile.plan[place]))
         mine[name] = set(configs[index - 1 :: count])
-    return mine, paths.records_dir(profile.name) if part is None else paths.parts_dir(
-        profile.name
-    ) / f"{index}of{count}"
+    return mine, paths.records_dir(profile.name) if part is None else _part_folder(profile, index, count)
+
+
+def _part_folder(profile: Profile, index: int, count: int) -> Path:
+    return paths.parts_dir(profile.name) / f"{index}of{count}"
 
 
 # ------------------------------------------------------------------------------------------------ collect

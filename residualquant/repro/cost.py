@@ -67,19 +67,20 @@ def read_timings(file: Path) -> list[dict[str, str]]:
 
 
 def model_time(profile: str) -> tuple[float, str] | None:
-    """(seconds, machines) of all steps of the profile's committed run, as if one followed the other.
+    """(seconds, machines) of all steps of the profile's committed run, one after the other.
 
-    A step on a CPU that used some of its cores counts as that share of its seconds: the others had work as well.
+    On a CPU the parts of a split run are counted as running at the same time, on a share of the cores each.
     """
     rows = read_timings(paths.shipped_records_dir(profile) / TIMING)
     if not rows:
         return None
-    seconds = sum(float(row["seconds"]) * _share_of_machine(row) for row in rows)
+    seconds = sum(float(row["seconds"]) / _at_a_time(row) for row in rows)
     return seconds, ", ".join(dict.fromkeys(row["machine"] for row in rows))
 
 
-def _share_of_machine(row: dict[str, str]) -> float:
-    return min(1, int(row["threads"]) / int(row["cores"])) if _ON_CPU in row["machine"] else 1
+def _at_a_time(row: dict[str, str]) -> int:
+    """k of a part "iofk" on a CPU; else 1."""
+    return int(row["part"].split("of")[1]) if row["part"] and _ON_CPU in row["machine"] else 1
 
 
 def machine_of(made: dict) -> str:

@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any
 from residualquant.errors import ResidualQuantError
 from residualquant.repro import paths
 from residualquant.repro.profiles import profile_of
+from residualquant.repro.provenance import cores
 
 if TYPE_CHECKING:
     from tqdm import tqdm
@@ -216,9 +217,8 @@ def run_notebooks(profile: str, names: Sequence[str] | None = None, compute: boo
 
 def _run_together(profile: str, given: Mapping[str, Mapping[str, Any]], at_once: int, bar: tqdm) -> dict[str, Path]:
     """{name: executed copy} of the notebooks {name: parameters}, ``at_once`` at a time if there are as many cores."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    at_once, kernels, is_over = min(at_once, cores), [], Event()
-    kernel_class = _kernel_class(kernels, cores // at_once)
+    at_once, kernels, is_over = min(at_once, cores()), [], Event()
+    kernel_class = _kernel_class(kernels, cores() // at_once)
 
     with ThreadPoolExecutor(at_once) as pool:
 

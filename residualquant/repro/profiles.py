@@ -86,7 +86,7 @@ class Profile:
         return {place: cells for place, cells in part.items() if cells}
 
     def describe(self) -> str:
-        """ "Ouro: words 200, …; Huginn: …; 218 cells": the profile's size in one line."""
+        """ "Ouro: words 100, …; Huginn: …; 215 cells": the profile's size in one line."""
         sizes = (
             f"{family.capitalize()}: {', '.join(f'{task} {n}' for task, n in tasks.items())}"
             for family, tasks in self.problems.items()

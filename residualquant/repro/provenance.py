@@ -29,6 +29,11 @@ METHOD_SOURCES = (
 _PACKAGES = ("torch", "numpy", "scipy", "pandas", "tokenizers", "safetensors", "evalplus", "math-verify")
 
 
+def cores() -> int:
+    """Processor cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def _package_version(name: str) -> str:
     try:
         return version(name)
@@ -86,7 +91,7 @@ def provenance(device: str = "cpu") -> dict:
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.machine()}",
         "cpu": _cpu_name(),
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "cores": cores(),
         "threads": torch.get_num_threads(),
         "packages": {name: _package_version(name) for name in _PACKAGES},
     }

@@ -8,7 +8,8 @@ The policy, per profile:
   stopped. Finished, with code, models and outputs unchanged: "up to date". ``fresh`` starts over.
 * ``make_tables`` and ``make_figures`` (``make tables``, ``make table2`` …) read the records and run no model.
 
-Models run first, with progress bars; then the notebooks run, two at a time, and find every answer there.
+Models run first, with progress bars, on a CPU in two processes; then the notebooks run, two at a time, and find every
+answer there.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from pathlib import Path
 
 from residualquant.errors import ResidualQuantError
 from residualquant.repro import paths
-from residualquant.repro.cells import compute_all_cells, coverage
+from residualquant.repro.cells import compute_all_cells, coverage, remove_parts
 from residualquant.repro.labels import LABELS
 from residualquant.repro.markup import counted
 from residualquant.repro.profiles import Profile, profile_of
@@ -98,6 +99,7 @@ def reproduce(profile: str | Profile = "mini", fresh: bool = False, log: Log = p
         profile.check()
         anew = fresh or marker["state"] in ("never", "starting")
         if anew:
+            remove_parts(profile)
             started = _start_over(profile.name)
             log(f"{profile.name}: computing everything anew ({profile.cost})")
         else:
@@ -143,7 +145,6 @@ def _start_over(profile: str) -> str:
     if aside.is_dir() and is_committed(data):  # an earlier run's results were committed since: they replace the old
         shutil.rmtree(aside)
     aside.mkdir(parents=True, exist_ok=True)
-    shutil.rmtree(paths.parts_dir(profile), ignore_errors=True)
     for item in sorted(data.iterdir()):
         if item.name.startswith("."):
             continue
