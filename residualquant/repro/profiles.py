@@ -158,7 +158,7 @@ PROFILES = {
             calibration={"fit": 2, "holdout": 2, "steps": 2},
             texts=4,
             processes=2,
-            cost="some six minutes on 2 CPU cores",
+            cost="some four minutes on 2 CPU cores",
         ),
         Profile(
             "mini",
