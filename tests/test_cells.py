@@ -179,12 +179,13 @@ def test_processes_share_a_profiles_cells(home, monkeypatch):
 
 @pytest.mark.parametrize("interrupted", [True, False])
 def test_all_processes_end_when_one_fails_or_the_run_is_interrupted(home, monkeypatch, tmp_path, interrupted):
-    """Real ones, of which the second stays for long."""
+    """Real ones that stay for long, but for the one that fails."""
     two, pids = dataclasses.replace(TINY, processes=2), []
-    script = "import sys, time; time.sleep(0 if sys.argv[1].startswith('1/') else 60); sys.exit(3)"
 
     def start(command, **options):
-        pids.append(subprocess.Popen([sys.executable, "-c", script, command[-1]], **options))
+        fails = not interrupted and command[-1] == "1/2"
+        script = "raise SystemExit(3)" if fails else "import time; time.sleep(60)"
+        pids.append(subprocess.Popen([sys.executable, "-c", script], **options))
         return pids[-1]
 
     def interrupt(seconds):
