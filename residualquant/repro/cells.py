@@ -235,12 +235,15 @@ def _chosen(profile: Profile, plan: Plan, models: list[str], tasks: list[str]) -
 
 def _share(profile: Profile, part: tuple[int, int] | None) -> tuple[Mapping[str, set[KVQuantConfig]], Path]:
     """{model: its configurations in this part}, whatever labels or tasks are asked for, and the records' folder."""
+    from residualquant.rotation.calibration import CALIBRATED
+
     index, count = part or (1, 1)
     if not 1 <= index <= count:
         raise ValueError(f"part must be i/k with 1 <= i <= k, got {index}/{count}")
     mine = {}
     for name, places in _by_model(profile, profile.plan).items():
         configs = list(dict.fromkeys(config for place in places for config in profile.plan[place]))
+        configs.sort(key=lambda config: config.rotation in CALIBRATED)  # every part gets its share of those too
         mine[name] = set(configs[index - 1 :: count])
     return mine, paths.records_dir(profile.name) if part is None else _part_folder(profile, index, count)
 

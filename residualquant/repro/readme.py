@@ -177,8 +177,8 @@ def profiles_block() -> str:
             }
         )
     told = (
-        "Model time is that of calibrating and decoding (`data/<profile>/records/timing.csv`), the processes that "
-        "share a GPU one after the other."
+        "Model time is that of calibrating and decoding (`data/<profile>/records/timing.csv`), processes that "
+        "share a GPU one after the other, of those that share a CPU the longest."
     )
     table = _without_empty(pd.DataFrame(rows))
     return f"{markdown(table)}\n\n{told}" if "Model time" in table else markdown(table)
