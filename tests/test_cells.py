@@ -177,6 +177,27 @@ def test_processes_share_a_profiles_cells(home, monkeypatch):
     assert len(PartOfARun.started) == 4 and cells.coverage(two) == ""
 
 
+def test_a_run_begun_by_two_processes_goes_on_in_one(home, monkeypatch):
+    two = dataclasses.replace(TINY, processes=2)
+    monkeypatch.setattr(cells, "Popen", PartOfARun)
+    monkeypatch.setattr(cells, "cores", lambda: 2)
+    monkeypatch.setattr(PartOfARun, "failing", [(2, 2)])
+    with pytest.raises(ResidualQuantError, match="part 2/2 of the cells of tiny failed"):
+        cells.compute_all_cells(two)
+    monkeypatch.setattr(cells, "cores", lambda: 1)
+    cells.compute_all_cells(two)
+    assert cells.coverage(two) == "" and not any(paths.parts_dir("tiny").iterdir())
+    rows = cost.read_timings(paths.records_dir("tiny") / cost.TIMING)
+    assert {row["part"] for row in rows} == {"1of2", ""}  # what the first process answered is not decoded again
+
+
+def test_parts_made_by_hand_are_left_alone(home):
+    by_hand = paths.parts_dir("tiny") / "1of1"
+    by_hand.mkdir(parents=True)
+    cells.remove_parts(TINY)
+    assert by_hand.is_dir()
+
+
 @pytest.mark.parametrize("interrupted", [True, False])
 def test_all_processes_end_when_one_fails_or_the_run_is_interrupted(home, monkeypatch, tmp_path, interrupted):
     """Real ones that stay for long, but for the one that fails."""

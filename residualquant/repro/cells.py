@@ -127,7 +127,8 @@ def compute_cells(
 def compute_all_cells(profile: str | Profile) -> None:
     """:func:`compute_cells` of all labels, of a profile without records by as many processes as it says.
 
-    They share the machine: its cores, and ``CPU_MEMORY_GIB`` for their caches. A run that was cut off goes on.
+    They share the machine: its cores, and ``CPU_MEMORY_GIB`` for their caches. A run that was cut off goes on, where
+    there are fewer cores than before in this process alone.
 
     Raises:
         ResidualQuantError: as there, or one of the processes failed, which has said why itself.
@@ -136,6 +137,8 @@ def compute_all_cells(profile: str | Profile) -> None:
     begun = any(map(Path.is_dir, _own_parts(profile)))
     if 1 < profile.processes <= cores() and (begun or not list_records(paths.records_dir(profile.name))):
         _run_parts(profile, profile.processes)
+        begun = True
+    if begun:
         for _ in collect_cells(profile):
             pass
         remove_parts(profile)
@@ -149,7 +152,9 @@ def remove_parts(profile: Profile) -> None:
 
 
 def _own_parts(profile: Profile) -> list[Path]:
-    return [_part_folder(profile, i, profile.processes) for i in range(1, profile.processes + 1)]
+    """Folders of the parts of :func:`compute_all_cells`; none where one process computes everything."""
+    count = profile.processes
+    return [_part_folder(profile, i, count) for i in range(1, count + 1) if count > 1]
 
 
 def _run_parts(profile: Profile, count: int) -> None:
