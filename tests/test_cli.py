@@ -173,7 +173,7 @@ def test_info_tells_a_run_that_goes_on_from_one_that_was_interrupted(capsys, hom
         held.kill()
         held.wait()
     assert (paths.data_dir("mini") / ".run.lock").read_text() == str(held.pid)  # killed, its name stays
-    assert state().endswith("; interrupted: `make reproduce` goes on")
+    assert state().endswith("; interrupted: `make reproduce PROFILE=mini` goes on")
     with run_lock("mini"):  # asking has left nothing behind
         pass
     paths.write_atomic(marker_path("mini"), "{}")

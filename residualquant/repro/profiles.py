@@ -111,7 +111,7 @@ class Profile:
         lacks += [_lack_of_model(m) for m in dict.fromkeys(self.models[family][task] for family, task in places)]
         foreign = [task for task in dict.fromkeys(task for _, task in places) if task not in TASKS]
         if foreign:
-            lacks.append(f"loaders for the benchmarks {', '.join(foreign)} (not in this version)")
+            lacks.append(f"evaluation on the benchmarks {', '.join(foreign)} (not in this version)")
         if lacks := [lack for lack in lacks if lack]:
             raise ResidualQuantError(
                 f"profile {self.name!r} cannot run here, it lacks: {'; '.join(lacks)} "

@@ -209,7 +209,7 @@ def read_records(path: Path) -> Records:
     """
     records = _read_once(path, (_version(plain_name(path)), _version(finished_name(path))))
     if records.damage:
-        raise ResidualQuantError(f"{records.damage[0]}; `make reproduce` computes it again")
+        raise ResidualQuantError(f"{records.damage[0]}; `make reproduce` of its profile computes it again")
     return records
 
 

@@ -67,7 +67,7 @@ class Trace:
                 about = parse_json(file.metadata()["about"])
                 return cls(file.get_tensor("k").float(), **about)
         except FileNotFoundError as error:
-            raise ResidualQuantError(f"{show(Path(path))} is missing: run the profile first") from error
+            raise ResidualQuantError(f"{show(Path(path))} is missing: `make reproduce` makes it") from error
         except (SafetensorError, OSError, KeyError, TypeError, ValueError) as error:
             raise ResidualQuantError(f"{show(Path(path))} is truncated or not a trace: {error}") from error
 
