@@ -36,7 +36,7 @@ def home(tmp_path, monkeypatch):
     ):  # fmt: skip
         monkeypatch.setattr(module, name, partial(measure, name, getattr(module, name)))
 
-    def run_notebooks(profile, names=None, compute=False):
+    def run_notebooks(profile, compute=False):
         assert compute and {"nmse_by_problem", "states_by_problem", "rotation_errors_of"} == set(measured)
         for label in ("table2", "table2_mean", "figure1_left"):
             tables.table(label, profile, compute=compute)

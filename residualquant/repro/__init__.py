@@ -1,11 +1,11 @@
 """Tables and figures of the paper, computed or read back. What the notebooks call:
 
     table(label, profile, compute=False)    figure(label, profile)
-    summary(label, table)   compare(table)   markdown(table)   provenance_table(profile)
+    summary(label, table)   compare(table)   provenance_table(profile)
 
 ``profile`` is "smoke", "mini", "full" or "paper". With ``compute=False`` the committed records are read and no model
 runs; with ``compute=True`` whatever answers are missing are computed first. A table is a DataFrame; one that is
-computed, or made by ``make_tables``, is ``data/<profile>/<label>.csv`` as well. Nothing heavy is imported before it is
+computed, or made by ``make tables``, is ``data/<profile>/<label>.csv`` as well. Nothing heavy is imported before it is
 used.
 """
 
@@ -19,14 +19,7 @@ _HOME = {
     "figure": "figures",
     "summary": "layouts",
     "compare": "layouts",
-    "markdown": "layouts",
-    "profile_of": "profiles",
-    "PROFILES": "profiles",
-    "read_paper": "paper",
     "provenance_table": "provenance",
-    "reproduce": "run",
-    "make_tables": "run",
-    "make_figures": "run",
 }
 
 __all__ = list(_HOME)

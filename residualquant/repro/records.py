@@ -195,11 +195,6 @@ class Records:
                 self._take(line)
         return self.cells[short]
 
-    def find(self, **wanted) -> Cell | None:
-        """The last cell whose identity has these values (for example ``kv=config.to_dict(), n=200``), or None."""
-        found = [c for c in self.cells.values() if all(c.identity.get(k) == v for k, v in wanted.items())]
-        return found[-1] if found else None
-
 
 def read_records(path: Path) -> Records:
     """Records for tables and figures, where nothing can be computed again (kept while the file does not change).

@@ -141,7 +141,8 @@ def _start_over(profile: str, has_run: bool) -> str:
     What a run here made (``has_run``) is removed; what is committed, by then also a run's results, is set aside in the
     place of what was before. Killed while it is moved, the marker says "starting" and the next run moves the rest.
     """
-    data, aside, committed = paths.data_dir(profile), paths.committed_dir(profile), is_committed(paths.data_dir(profile))
+    data, aside = paths.data_dir(profile), paths.committed_dir(profile)
+    committed = is_committed(data)
     ours = has_run and not committed
     if not ours:
         _write_marker(profile, state="starting")
