@@ -53,10 +53,9 @@ def test_a_plan_is_the_union_of_the_labels():
         ("ouro", "words"): 17, ("ouro", "algebra"): 88, ("ouro", "stubs"): 17, ("ouro", "asserts"): 17,
         ("huginn", "words"): 25, ("huginn", "algebra"): 17, ("huginn", "stubs"): 17, ("huginn", "asserts"): 17,
     }  # fmt: skip
-    assert {n for task in ("words", "algebra") for n in full["ouro", task].values()} == {800}
-    assert set(full["huginn", "stubs"].values()) == {400}
-    mini = PROFILES["mini"].plan["ouro", "algebra"]
-    assert len(mini) == 88 and set(mini.values()) == {100}
+    sizes = {place: PROFILES["full"].n_of(place) for place in full}
+    assert sizes["ouro", "words"] == sizes["ouro", "algebra"] == 800 and sizes["huginn", "stubs"] == 400
+    assert len(PROFILES["mini"].plan["ouro", "algebra"]) == 88 and PROFILES["mini"].n_of(("ouro", "algebra")) == 100
     assert all(place in full and set(found) <= set(full[place]) for place, found in PROFILES["smoke"].plan.items())
 
 
@@ -100,7 +99,7 @@ def test_parts_scored_later_give_what_one_run_gives(home, monkeypatch):
     )
     cells.compute_cells(TINY, progress=False)
     whole = answers(paths.records_dir("tiny"))
-    assert len(whole) == sum(sum(found.values()) for found in TINY.plan.values())
+    assert len(whole) == sum(TINY.n_of(place) * len(found) for place, found in TINY.plan.items())
     assert len(cells.read_cells(TINY)) == sum(map(len, TINY.plan.values()))
     calibrated.clear()
     monkeypatch.setenv("RESIDUALQUANT_HOME", str(home / "other"))

@@ -138,8 +138,8 @@ def _is_up_to_date(marker: dict, now: str, profile: str) -> bool:
 def _start_over(profile: str, has_run: bool) -> str:
     """Empty the profile's folder and return the start time.
 
-    What a run here made (``has_run``) is removed; what is committed, by then also a run's results, is set aside in the
-    place of what was before. Killed while it is moved, the marker says "starting" and the next run moves the rest.
+    What a run here made (``has_run``) is removed. What is committed, a run's results among it once they are, is set
+    aside instead of what was before. Killed meanwhile, the marker says "starting" and the next run moves the rest.
     """
     data, aside = paths.data_dir(profile), paths.committed_dir(profile)
     committed = is_committed(data)

@@ -101,18 +101,13 @@ def write_csv(label: str, made: pd.DataFrame, profile: Profile) -> None:
 # ------------------------------------------------------------------------------------------------ rows
 
 
-def place_of(profile: Profile, line: Line) -> Place:
-    """(family, task) on which the profile measures a line."""
-    return line.family, profile.task_for(line.benchmark)
-
-
 def pair_of(cells: Cells, place: Place, first: KVQuantConfig, second: KVQuantConfig) -> Pair:
     """The paired counts of two configurations on one task."""
     return Pair.of(cells[*place, first].correct, cells[*place, second].correct)
 
 
 def _p(profile: Profile, cells: Cells, group: Sequence[Line], other: KVQuantConfig | None) -> float:
-    config, places = group[0].config, [place_of(profile, line) for line in group]
+    config, places = group[0].config, [profile.place_of(line) for line in group]
     if other in (None, config) or any((*p, c) not in cells for p in places for c in (config, other)):
         return NONE
     return rounded_p(paired_test(*(pair_of(cells, place, config, other) for place in places)))
@@ -121,7 +116,7 @@ def _p(profile: Profile, cells: Cells, group: Sequence[Line], other: KVQuantConf
 def _row(profile: Profile, cells: Cells, group: Sequence[Line]) -> dict:
     """One row: a line, or the equal-weight mean of several lines of one configuration."""
     config, is_bf16 = group[0].config, group[0].config == BF16
-    found = [cells.get((*place_of(profile, line), config)) for line in group]
+    found = [cells.get((*profile.place_of(line), config)) for line in group]
     bits = [_bits(line, cell) for line, cell in zip(group, found)]
     paper = sum(line.paper_pct for line in group) / len(group)
     measured = _measured(found)
@@ -145,7 +140,7 @@ def _row(profile: Profile, cells: Cells, group: Sequence[Line]) -> dict:
 
 def _where(profile: Profile, group: Sequence[Line]) -> dict:
     if len(group) == 1:
-        place = place_of(profile, group[0])
+        place = profile.place_of(group[0])
         return {"model": profile.model_name(place), "benchmark": place[1], "stands_for": group[0].benchmark}
     families = list(dict.fromkeys(line.family for line in group))
     return {"model": families[0] if len(families) == 1 else "all", "benchmark": "mean", "stands_for": "mean"}

@@ -36,7 +36,7 @@ from residualquant.repro.stats import (
     rounded_p,
     tost,
 )
-from residualquant.repro.tables import NONE, pair_of, place_of, write_table
+from residualquant.repro.tables import NONE, pair_of, write_table
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -251,14 +251,14 @@ def _judge(
     if isinstance(comparison, NmseComparison):
         return _judge_nmse(profile, comparison, compute)
     cells, wanted = read(comparison.label), _lines(comparison, family)
-    if any((*place_of(profile, line), line.config) not in cells for line in wanted):
+    if any((*profile.place_of(line), line.config) not in cells for line in wanted):
         return None
     return _judge_accuracy(profile, cells, comparison, wanted)
 
 
 def _judge_accuracy(profile: Profile, cells: Cells, comparison: Comparison, wanted: list[Line]) -> dict:
     first, second = comparison.first, comparison.second
-    places = list(dict.fromkeys(place_of(profile, line) for line in wanted))
+    places = list(dict.fromkeys(profile.place_of(line) for line in wanted))
     pairs = [pair_of(cells, place, first, second) for place in places]
     difference, low, high = paired_difference(*pairs)
     equal, better = paired_test(*pairs), comparison.kind == "better"
