@@ -35,7 +35,8 @@ def with_words(table: pd.DataFrame) -> pd.DataFrame:
     """An accuracy table with the columns that layouts and pictures are arranged by, all of them text.
 
     Adds: place; precision ("INT2/4 g=32"); method ("residual + OptR-H" and the like, "other" for what Table 2 has not,
-    "BF16"); coding (direct or residual); scaling ("LS + OSCAR"); turn (the rotation); bits_and_group; loops.
+    "BF16"); coding (direct or residual); scaling ("LS + OSCAR"); turn (the rotation); bits_and_group; loops ("4 loops");
+    reference_loop; step_name (of Figure 1).
 
     Raises:
         ValueError: a needed column is missing.
@@ -156,7 +157,7 @@ def compare(table: pd.DataFrame) -> pd.DataFrame:
         rows.append(
             {
                 "Task": place,
-                "Precision": row["config"] + _group_size(row),
+                "Precision": row["config"] + _other_loops(row),
                 "Method": method_name(row),
                 "Bits": f"{row['effective_bits']:.4g}",
                 "Bits, whole model": f"{row['model_bits']:.4g}" if measured else "–",
@@ -173,7 +174,8 @@ def compare(table: pd.DataFrame) -> pd.DataFrame:
     return made
 
 
-def _group_size(row: pd.Series) -> str:
+def _other_loops(row: pd.Series) -> str:
+    """ ", 8 loops" where a group has not four."""
     loops = row["bits_per_loop"].count(",") + 1
     return "" if loops == 4 else f", {loops} loops"
 

@@ -75,9 +75,9 @@ def claims_block() -> str:
     """The paper's ordering claims with their verdicts, in every profile whose records are committed."""
     import pandas as pd
 
+    from residualquant.repro.claims import whole_claims
     from residualquant.repro.layouts import markdown
     from residualquant.repro.tables import table
-    from residualquant.repro.verdicts import whole_claims
 
     columns = {}
     for profile in COMMITTED:
@@ -116,9 +116,9 @@ def conclusions_block() -> str:
 
 
 def _conclusions(profile: str) -> str:
+    from residualquant.repro.claims import whole_claims
     from residualquant.repro.layouts import with_words
     from residualquant.repro.tables import table
-    from residualquant.repro.verdicts import whole_claims
 
     words, whole = with_words(table("table2_mean", profile)), whole_claims(table("claims", profile))
     said = []

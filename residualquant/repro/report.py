@@ -60,7 +60,7 @@ class Card:
 
 
 def _claims(s: Section, profile: Profile) -> list[Card]:
-    from residualquant.repro.verdicts import whole_claims
+    from residualquant.repro.claims import whole_claims
 
     found = table("claims", profile)
     whole, single = whole_claims(found), found[found["comparison"] != "all"]

@@ -208,7 +208,7 @@ def _storage(profile: Profile, compute: bool) -> pd.DataFrame:
 
 
 def _claims(profile: Profile, compute: bool) -> pd.DataFrame:
-    from residualquant.repro.verdicts import claims
+    from residualquant.repro.claims import claims
 
     return claims(profile, compute)
 
