@@ -35,7 +35,7 @@ def with_words(table: pd.DataFrame) -> pd.DataFrame:
     """An accuracy table with the columns that layouts and pictures are arranged by, all of them text.
 
     Adds: place; precision ("INT2/4 g=32"); method ("residual + OptR-H" and the like, "other" for what Table 2 has not,
-    "BF16"); coding (direct or residual); scaling ("LS + OSCAR"); turn (the rotation); bits_and_group; loops ("4 loops");
+    "BF16"); coding (direct or residual); scaling ("LS + OSCAR"); turn (the rotation); bits_and_group; loops;
     reference_loop; step_name (of Figure 1).
 
     Raises:
