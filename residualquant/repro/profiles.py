@@ -17,8 +17,9 @@ from types import MappingProxyType
 
 from residualquant.config import KVQuantConfig, preset
 from residualquant.errors import ResidualQuantError
+from residualquant.evals.benchmarks import BENCHMARKS
 from residualquant.evals.tasks import MODELS, STANDS_FOR, TASKS
-from residualquant.repro.labels import BENCHMARKS, BF16, FIGURE1_CONFIGS, LABELS, Line, direct_of, lines
+from residualquant.repro.labels import BF16, FIGURE1_CONFIGS, LABELS, Line, direct_of, lines
 from residualquant.repro.markup import counted
 
 Place = tuple[str, str]  # (family of models, task)
