@@ -133,7 +133,7 @@ def test_interrupted_says_how_to_go_on(capsys, monkeypatch):
 
     monkeypatch.setattr("residualquant.repro.info.print_info", stop)
     code, _, err = call(capsys, "info")
-    assert code == 130 and "goes on where it stopped" in err
+    assert code == 130 and "the same command goes on" in err
 
 
 def test_debug_shows_the_traceback(monkeypatch):
