@@ -19,6 +19,7 @@ from residualquant.repro.paths import paper_dir, show
 LABELS = ("table2", "figure1_left", "table3", "table4", "table5", "table8", "table9")
 BF16 = preset("BF16")
 FAMILIES = ("ouro", "huginn")
+HEAD_DIM = {"ouro": 128, "huginn": 96}  # of the paper's models
 
 
 @dataclass(frozen=True)

@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING
 
 from residualquant import layout
 from residualquant.config import KVQuantConfig, preset
-from residualquant.repro.labels import lines
+from residualquant.repro.labels import HEAD_DIM, lines
 from residualquant.repro.paper import printed
 
 if TYPE_CHECKING:
     import pandas as pd
 
-OURO_DIM, HUGINN_DIM, HUGINN_LOOPS = 128, 96, 32
+OURO_DIM, HUGINN_DIM, HUGINN_LOOPS = HEAD_DIM["ouro"], HEAD_DIM["huginn"], 32
 COLUMNS = ["label", "where", "unit", "bits_per_loop", "group_sizes", "paper", "ours", "exact", "verdict"]
 # App. J: share of the tokens that keep 4, 3 and 2 loops of prefill K/V in the combination with FlashLoop.
 KEPT_LOOPS = {4: 0.10, 3: 0.15, 2: 0.75}

@@ -15,8 +15,9 @@ Wilson intervals (``stats.mean_interval``), its tests are z tests of the mean. A
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
+from functools import partial
 from typing import TYPE_CHECKING
 
 from residualquant.config import KVQuantConfig
@@ -24,7 +25,7 @@ from residualquant.layout import model_effective_bits
 from residualquant.models.base import KVShape
 from residualquant.repro import paths
 from residualquant.repro.cells import Cells, compute_cells, coverage, read_cells
-from residualquant.repro.labels import BF16, FAMILIES, LABELS, Line, direct_of, lines
+from residualquant.repro.labels import BF16, FAMILIES, HEAD_DIM, LABELS, Line, direct_of, lines
 from residualquant.repro.profiles import Place, Profile, profile_of
 from residualquant.repro.records import Cell
 from residualquant.repro.stats import Pair, mean_interval, paired_test, rounded_p, wilson
@@ -33,7 +34,6 @@ if TYPE_CHECKING:
     import pandas as pd
 
 NONE = float("nan")
-HEAD_DIM = {"ouro": 128, "huginn": 96}
 _WRITES = ContextVar("whether the table being made becomes a file, too", default=False)
 
 
@@ -194,49 +194,28 @@ def table(
         raise ValueError(f"no table {label!r}; known: {', '.join(TABLES)}")
     told = _WRITES.set(compute if write is None else write)
     try:
-        if label in LABELS:
-            return accuracy_table(label, profile, compute)
-        return _MAKERS[label](profile_of(profile), compute)
+        return _makers()[label](profile_of(profile), compute)
     finally:
         _WRITES.reset(told)
 
 
-def _storage(profile: Profile, compute: bool) -> pd.DataFrame:
+def _makers() -> dict[str, Callable[[Profile, bool], pd.DataFrame]]:
+    """{label: what makes its table of a profile and ``compute``}; imported here, as it imports this module."""
+    from residualquant.repro import analyses, claims, rotations
     from residualquant.repro.storage import storage_table
 
-    return write_table("storage", storage_table(), profile)
+    return {
+        "storage": lambda profile, compute: write_table("storage", storage_table(), profile),
+        "table1": analyses.table1,
+        "figure3_middle": analyses.figure3_middle,
+        "figure3_right": analyses.figure3_right,
+        "rotations": rotations.rotations,
+        **{label: partial(accuracy_table, label) for label in LABELS},
+        "table2_mean": table2_mean,
+        "claims": claims.claims,
+    }
 
 
-def _claims(profile: Profile, compute: bool) -> pd.DataFrame:
-    from residualquant.repro.claims import claims
-
-    return claims(profile, compute)
-
-
-def _rotations(profile: Profile, compute: bool) -> pd.DataFrame:
-    from residualquant.repro.rotations import rotations
-
-    return rotations(profile, compute)
-
-
-def _analysis(label: str):
-    def make(profile: Profile, compute: bool) -> pd.DataFrame:
-        from residualquant.repro import analyses
-
-        return getattr(analyses, label)(profile, compute)
-
-    return make
-
-
-_MAKERS = {
-    "storage": _storage,
-    "table1": _analysis("table1"),
-    "figure3_middle": _analysis("figure3_middle"),
-    "figure3_right": _analysis("figure3_right"),
-    "rotations": _rotations,
-    "table2_mean": table2_mean,
-    "claims": _claims,
-}
 TABLES = (
     "storage", "table1", "figure3_middle", "figure3_right", "rotations", "table2", "table2_mean", *LABELS[1:], "claims"
 )  # fmt: skip
