@@ -154,7 +154,7 @@ def remove_parts(profile: Profile) -> None:
 def _own_parts(profile: Profile) -> list[Path]:
     """Folders of the parts of :func:`compute_all_cells`; none where one process computes everything."""
     count = profile.processes
-    return [_part_folder(profile, i, count) for i in range(1, count + 1) if count > 1]
+    return [_part_folder(profile, i, count) for i in range(1, count + 1)] if count > 1 else []
 
 
 def _run_parts(profile: Profile, count: int) -> None:

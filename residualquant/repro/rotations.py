@@ -61,7 +61,7 @@ def _measure(profile: Profile, name: str) -> None:
     made_of = json.dumps([model.weights_hash, method_hash(), code, task, n, profile.device, profile.calibration])
     key = hashlib.sha256(made_of.encode()).hexdigest()[:12]
     file = paths.data_dir(profile.name) / f"{name}.csv"
-    if file.is_file() and file.read_text().split("\n", 2)[1].startswith(key):
+    if file.is_file() and file.read_text().partition("\n")[2].startswith(key):
         return
     configs = [preset("INT2/4 g=32", rotation=rotation) for rotation in COMPARED]
     learnt = [i for i, config in enumerate(configs) if config.rotation in CALIBRATED]
