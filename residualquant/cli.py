@@ -562,7 +562,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(f"residualquant: out of memory: {str(error).split(chr(10))[0] or 'Python got no more'}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
-        print("residualquant: interrupted; the same command goes on where it stopped", file=sys.stderr)
+        what = "finished answers and rotations are kept: the same command goes on with them"
+        print(f"residualquant: interrupted; {what}", file=sys.stderr)
         sys.exit(130)
 
 

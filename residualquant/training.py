@@ -91,16 +91,11 @@ class TrainConfig:
 
     def check(self) -> None:
         """Raises ValueError for a setting that training would fail on, or wait for, later."""
-        positive = "hidden_size intermediate_size layers heads head_dim loops steps batch tokens warmup max_seconds"
-        for name in (
-            *positive.split(),
-            "prompt_weight",
-            "learning_rate",
-            "rope_theta",
-            "prelude",
-            "coda",
-            "gradient_loops",
-        ):
+        positive = (
+            "hidden_size intermediate_size layers heads head_dim loops steps batch tokens warmup max_seconds "
+            "prompt_weight learning_rate rope_theta prelude coda gradient_loops"
+        )
+        for name in positive.split():
             if not 0 < getattr(self, name) < math.inf:
                 raise ValueError(f"{name} must be above 0, got {getattr(self, name)}")
         if self.architecture not in ("ouro", "huginn"):

@@ -97,6 +97,9 @@ def test_rotations_are_compared_on_kept_errors_and_measured_once(tmp_path, monke
     model.weights_hash = "other"
     tables.table("rotations", TINY, compute=True)
     assert len(asked) == 2
+    (paths.data_dir("tiny") / "rotation_errors.csv").write_text("")
+    tables.table("rotations", TINY, compute=True)
+    assert len(asked) == 3
 
 
 def test_what_is_missing_or_damaged_is_one_sentence(tmp_path, monkeypatch):

@@ -14,8 +14,9 @@ from residualquant.evals.run import evaluate
 from residualquant.evals.tasks import MOST_PROBLEMS, problem_of, problems
 from residualquant.inspect import inspect_trace
 from residualquant.models.loading import read_kv_shape
-from residualquant.repro import paths, table
+from residualquant.repro import paths
 from residualquant.repro.labels import lines
+from residualquant.repro.tables import table
 from residualquant.rotation.calibration import CalibrationSizes, calibrate, calibrated
 from residualquant.rotation.optr_h import OptRHSettings
 

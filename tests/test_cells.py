@@ -54,10 +54,9 @@ def test_a_plan_is_the_union_of_the_labels():
         ("ouro", "words"): 17, ("ouro", "algebra"): 88, ("ouro", "stubs"): 17, ("ouro", "asserts"): 17,
         ("huginn", "words"): 25, ("huginn", "algebra"): 17, ("huginn", "stubs"): 17, ("huginn", "asserts"): 17,
     }  # fmt: skip
-    assert {n for task in ("words", "algebra") for n in full["ouro", task].values()} == {800}
-    assert set(full["huginn", "stubs"].values()) == {400}
-    mini = PROFILES["mini"].plan["ouro", "algebra"]
-    assert len(mini) == 88 and set(mini.values()) == {100}
+    sizes = {place: PROFILES["full"].n_of(place) for place in full}
+    assert sizes["ouro", "words"] == sizes["ouro", "algebra"] == 800 and sizes["huginn", "stubs"] == 400
+    assert len(PROFILES["mini"].plan["ouro", "algebra"]) == 88 and PROFILES["mini"].n_of(("ouro", "algebra")) == 100
     assert all(place in full and set(found) <= set(full[place]) for place, found in PROFILES["smoke"].plan.items())
 
 
@@ -101,7 +100,7 @@ def test_parts_scored_later_give_what_one_run_gives(home, monkeypatch):
     )
     cells.compute_cells(TINY, progress=False)
     whole = answers(paths.records_dir("tiny"))
-    assert len(whole) == sum(sum(found.values()) for found in TINY.plan.values())
+    assert len(whole) == sum(TINY.n_of(place) * len(found) for place, found in TINY.plan.items())
     assert len(cells.read_cells(TINY)) == sum(map(len, TINY.plan.values()))
     calibrated.clear()
     monkeypatch.setenv("RESIDUALQUANT_HOME", str(home / "other"))
@@ -176,6 +175,27 @@ def test_processes_share_a_profiles_cells(home, monkeypatch):
     next(paths.records_dir("tiny").glob("*.xz")).unlink()  # what is there is kept: no part begins anew
     cells.compute_all_cells(two)
     assert len(PartOfARun.started) == 4 and cells.coverage(two) == ""
+
+
+def test_a_run_begun_by_two_processes_goes_on_in_one(home, monkeypatch):
+    two = dataclasses.replace(TINY, processes=2)
+    monkeypatch.setattr(cells, "Popen", PartOfARun)
+    monkeypatch.setattr(cells, "cores", lambda: 2)
+    monkeypatch.setattr(PartOfARun, "failing", [(2, 2)])
+    with pytest.raises(ResidualQuantError, match="part 2/2 of the cells of tiny failed"):
+        cells.compute_all_cells(two)
+    monkeypatch.setattr(cells, "cores", lambda: 1)
+    cells.compute_all_cells(two)
+    assert cells.coverage(two) == "" and not any(paths.parts_dir("tiny").iterdir())
+    rows = cost.read_timings(paths.records_dir("tiny") / cost.TIMING)
+    assert {row["part"] for row in rows} == {"1of2", ""}  # what the first process answered is not decoded again
+
+
+def test_parts_made_by_hand_are_left_alone(home):
+    by_hand = paths.parts_dir("tiny") / "1of1"
+    by_hand.mkdir(parents=True)
+    cells.remove_parts(TINY)
+    assert by_hand.is_dir()
 
 
 @pytest.mark.parametrize("interrupted", [True, False])

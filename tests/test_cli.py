@@ -133,7 +133,7 @@ def test_interrupted_says_how_to_go_on(capsys, monkeypatch):
 
     monkeypatch.setattr("residualquant.repro.info.print_info", stop)
     code, _, err = call(capsys, "info")
-    assert code == 130 and "goes on where it stopped" in err
+    assert code == 130 and "the same command goes on" in err
 
 
 def test_debug_shows_the_traceback(monkeypatch):
@@ -173,7 +173,7 @@ def test_info_tells_a_run_that_goes_on_from_one_that_was_interrupted(capsys, hom
         held.kill()
         held.wait()
     assert (paths.data_dir("mini") / ".run.lock").read_text() == str(held.pid)  # killed, its name stays
-    assert state().endswith("; interrupted: `make reproduce` goes on")
+    assert state().endswith("; interrupted: `make reproduce PROFILE=mini` goes on")
     with run_lock("mini"):  # asking has left nothing behind
         pass
     paths.write_atomic(marker_path("mini"), "{}")

@@ -279,7 +279,7 @@ def test_readme_commands_are_understood(line, monkeypatch):
     assert ran == ([] if rest == ["--help"] else [name])
 
 
-def test_readme_says_nothing_of_unrunnable_snippets():
+def test_readme_snippets_are_python():
     for snippet in re.findall(r"```python\n(.*?)```", README, re.DOTALL):
         ast.parse(snippet)
 

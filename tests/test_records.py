@@ -52,6 +52,12 @@ def fill(path, name="a", n=3, scored=True):
     return path
 
 
+def only(records):
+    """The one cell of ``records``."""
+    (cell,) = records.cells.values()
+    return cell
+
+
 def finish(path):
     with Writer(path) as writer:
         return writer.finish()
@@ -71,7 +77,7 @@ def unfinish(path):
 
 def test_answers_and_scores_come_back(tmp_path):
     records = read_records(fill(tmp_path / "r.jsonl"))
-    cell = records.find(n=3)
+    cell = only(records)
     assert cell.is_complete and cell.provenance == PLACE
     assert cell.correct == {"p0": True, "p1": False, "p2": True}
     assert cell.answers["p1"].response == "text\n1 é \u2028"
@@ -120,7 +126,7 @@ def test_killed_before_the_plain_file_is_removed(tmp_path, monkeypatch):
             finish(path)
     packed = finished_name(path).read_bytes()
     assert path.exists() and list_records(tmp_path) == [path]
-    assert read_records(path).find(n=3).correct == {"p0": True, "p1": False, "p2": True}
+    assert only(read_records(path)).correct == {"p0": True, "p1": False, "p2": True}
     assert not finish(path) and finished_name(path).read_bytes() == packed and not path.exists()
 
 
@@ -140,7 +146,7 @@ def test_a_finished_file_is_expanded_and_gone_on_with(tmp_path):
 def test_a_damaged_finished_file_is_one_sentence_and_is_mended(tmp_path, harm):
     path = fill(tmp_path / "r.jsonl", n=1000)
     finish(path)
-    whole, packed = read_records(path).find(n=1000), finished_name(path).read_bytes()
+    whole, packed = only(read_records(path)), finished_name(path).read_bytes()
     half = len(packed) // 2
     flipped = packed[:half] + bytes([packed[half] ^ 255]) + packed[half + 1 :]
     harmed = {"cut": packed[:half], "flip": flipped, "text": b"text\n", "empty": b"", "tail": packed + b"more"}
@@ -162,7 +168,7 @@ def test_a_damaged_finished_file_is_one_sentence_and_is_mended(tmp_path, harm):
 
 
 def test_unscored_answers_are_kept(tmp_path):
-    cell = read_records(fill(tmp_path / "r.jsonl", scored=False)).find(n=3)
+    cell = only(read_records(fill(tmp_path / "r.jsonl", scored=False)))
     assert len(cell.answers) == 3 and not cell.is_complete and cell.correct == {}
 
 
@@ -187,10 +193,10 @@ def test_a_truncated_line_is_found_reported_and_only_it_is_lost(tmp_path, cut):
         read_records(path)
     with Writer(path) as writer:
         assert len(writer.records.damage) == 1
-        cell = writer.records.find(n=3)
+        cell = only(writer.records)
         assert sorted(cell.answers) == ["p0", "p1"]
         writer.add(cell, Answer("p2", 2, "again", 1, True, True))
-    assert read_records(path).find(n=3).is_complete
+    assert only(read_records(path)).is_complete
 
 
 @pytest.mark.parametrize("line", [0, 2])
@@ -215,8 +221,8 @@ def test_junk_lines_are_damage_not_crashes(tmp_path, junk):
     path.write_bytes(junk + whole if junk.endswith(b"\n") else whole + junk)
     assert len(Records(path).damage) == 1
     with Writer(path) as writer:
-        assert writer.records.find(n=3).is_complete
-    assert read_records(path).find(n=3).is_complete
+        assert only(writer.records).is_complete
+    assert only(read_records(path)).is_complete
 
 
 def test_the_key_changes_with_anything_that_changes_the_result():
@@ -246,7 +252,7 @@ def test_two_writers_refuse(tmp_path):
     with Writer(path), pytest.raises(ResidualQuantError, match=f"another run .process {os.getpid()}."):
         Writer(path).__enter__()
     with Writer(path) as writer:
-        assert writer.records.find(n=3).is_complete
+        assert only(writer.records).is_complete
 
 
 FULL_DISK = """

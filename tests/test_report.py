@@ -110,6 +110,11 @@ def test_cells_are_escaped_rounded_and_coloured():
     assert "accuracy %" in shown and "p vs BF16" in shown
 
 
+def test_a_column_of_counts_is_one_of_numbers_also_where_some_are_missing():
+    shown = markup.table_html(pd.DataFrame({"n": pd.array([200, None], dtype="Int64")}))
+    assert '<td class="num">200</td>' in shown and '<td class="num">–</td>' in shown
+
+
 def test_counts_agree_with_their_noun():
     assert [markup.counted(n, "task") for n in (0, 1, 2)] == ["0 tasks", "1 task", "2 tasks"]
 

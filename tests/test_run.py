@@ -36,7 +36,7 @@ def home(tmp_path, monkeypatch):
     ):  # fmt: skip
         monkeypatch.setattr(module, name, partial(measure, name, getattr(module, name)))
 
-    def run_notebooks(profile, names=None, compute=False):
+    def run_notebooks(profile, compute=False):
         assert compute and {"nmse_by_problem", "states_by_problem", "rotation_errors_of"} == set(measured)
         for label in ("table2", "table2_mean", "figure1_left"):
             tables.table(label, profile, compute=compute)
@@ -141,6 +141,7 @@ def test_committed_results_are_compared_with_and_never_read(home, monkeypatch):
 
 def test_fresh_starts_over_and_keeps_what_was_committed(home):
     reproduce()
+    assert "nothing is committed to compare with" in reproduce(fresh=True)  # nor are a run's own results, ever
     run.marker_path("tiny").unlink()
     paths.write_atomic(paths.data_dir("tiny") / "table2.csv", "committed\n1\n")
     reproduce()

@@ -8,7 +8,7 @@ import stand_ins
 
 from residualquant.config import preset
 from residualquant.errors import ResidualQuantError
-from residualquant.repro import served, serving
+from residualquant.repro import readme, serving
 
 ROWS = [
     {"KV cache": "BF16", "tokens that fit": 65_536, "tokens per second": 50.5},
@@ -112,7 +112,7 @@ def speeds(step, prompt):
 @pytest.fixture
 def records(tmp_path, monkeypatch):
     """Packed prompts take 2 s instead of 1, packed answers 10 ms a token instead of 20; Huginn raw is missing."""
-    monkeypatch.setattr(served.paths, "data_dir", lambda profile: tmp_path)
+    monkeypatch.setattr(readme.paths, "data_dir", lambda profile: tmp_path)
     options = {"max_num_seqs": 2, "max_num_batched_tokens": 64, "gpu_memory_utilization": 0.9}
     protocol = {"config": {"preset": "INT2 g=32", "rotation": "none"}, "options": options}
     ouro = {"packed": speeds(100.0, 50), "raw": speeds(50.0, 100), "protocol": protocol | {"model": "ouro"}}
@@ -133,19 +133,19 @@ def cells(block):
 
 
 def test_the_recommendation_weighs_slower_prompts_against_faster_answers(records):
-    text = served.choice_block()
+    text = readme.choice_block()
     assert cells(text)[-1] == ["100 x 2", "2.00", "0.50", "100 answer tokens"]
     assert '--config "INT2 g=32" --rotation none -- --max-num-seqs 2' in text and "holds 0.50 times" in text
 
 
 def test_what_was_not_measured_is_a_dash(records):
-    rows = cells(served.speed_block())
+    rows = cells(readme.speed_block())
     assert ["Ouro-1.4B", "Generated tokens per second, 100 x 2", "100", "50", "2.00"] in rows
     assert ["Huginn-0125", "Prompt tokens per second, 100 x 2", "7", "–", "–"] in rows
 
 
 def test_checks_say_what_parted_and_what_failed(records):
-    text = served.checks_block()
+    text = readme.checks_block()
     assert cells(text)[2:] == [
         ["a", "1 of 2 answers alike, 8 tokens each; the others for 3 tokens", "1"],
         ["b", "2 passed, 1 failed", "1"],

@@ -12,7 +12,7 @@ from test_plots import keep_analyses
 
 from residualquant.config import preset
 from residualquant.errors import ResidualQuantError
-from residualquant.repro import cells, layouts, markup, paper, paths, profiles, readme, records, stats, tables, verdicts
+from residualquant.repro import cells, claims, layouts, markup, paper, paths, profiles, readme, records, stats, tables
 from residualquant.repro.labels import BF16, LABELS, direct_of
 from residualquant.repro.profiles import PROFILES, Profile, profile_of
 
@@ -93,17 +93,17 @@ def test_means_weigh_tasks_equally(home):
     by_task = table.accuracy_pct.to_numpy().reshape(8, 17)
     assert np.allclose(mean[mean.model == "all"].accuracy_pct, by_task.mean(0), atol=1e-3)
     assert np.allclose(mean[mean.model == "huginn"].accuracy_pct, by_task[4:].mean(0), atol=1e-3)
-    printed = paper.read_paper("table2")
-    printed = printed[printed.model == "mean"].accuracy_pct
+    printed = [float(row["accuracy_pct"]) for row in paper.printed("table2") if row["model"] == "mean"]
     assert sorted(mean[mean.model == "all"].paper_pct.round(2)) == pytest.approx(sorted(printed), abs=0.011)
     assert (mean[mean.model == "all"].n == 8 * N).all()
 
 
 def test_figure1_left_goes_step_by_step(home):
     table = tables.table("figure1_left", TINY)
-    assert list(table.step) == paper.read_paper("figure1_left").step.tolist()
+    printed = paper.printed("figure1_left")
+    assert list(table.step) == [row["step"] for row in printed]
     assert list(table.paper_pct) == [75.0, 27.8, 57.2, 60.6, 71.6, 76.0]
-    assert list(table.effective_bits) == paper.read_paper("figure1_left").effective_bits.tolist()
+    assert list(table.effective_bits) == [float(row["effective_bits"]) for row in printed]
     assert list(table.coefficient) == ["none", "none", "unit", "ls", "ls", "ls"]
     assert table.p_vs_previous.isna().tolist() == [True, True, False, False, False, False]
 
@@ -139,7 +139,7 @@ def test_what_the_records_lack_is_left_open_and_counted(home):
     assert tables.table("table4", larger).attrs["note"] == ""
     mean = tables.table("table2_mean", larger)
     assert (mean.accuracy_pct.notna() == (mean.model == "ouro")).all()
-    whole = verdicts.whole_claims(verdicts.claims(larger)).query("family == 'all'").set_index("claim")
+    whole = claims.whole_claims(claims.claims(larger)).query("family == 'all'").set_index("claim")
     assert set(whole.loc[["1", "2", "8", "9"]].verdict) == {"not measured"}
     assert whole.loc["2"].comparisons.startswith("68 of 136 cells measured")
     assert whole.loc["4a"].comparisons == "0 of 3 comparisons reproduced, 0 refuted, 2 not measured"
@@ -150,17 +150,17 @@ def test_what_the_records_lack_is_left_open_and_counted(home):
 
 
 def test_every_claim_is_judged_by_a_paired_test(home):
-    table = verdicts.claims(TINY)
-    whole = verdicts.whole_claims(table)
-    assert list(whole[whole.family == "all"].claim) == [claim.number for claim in verdicts.CLAIMS]
+    table = claims.claims(TINY)
+    whole = claims.whole_claims(table)
+    assert list(whole[whole.family == "all"].claim) == [claim.number for claim in claims.CLAIMS]
     assert set(whole[whole.family == "huginn"].claim) == {"1", "2", "4a", "4b", "8"}
     alone = table[(table.family == "huginn") & (table.comparison != "all")]
     assert len(alone) == 4 + 4 + 2 + 4 + 2
     assert not alone.tasks.str.contains("ouro").any()
     table = table[table.family == "all"]
-    assert {claim.number.rstrip("abc") for claim in verdicts.CLAIMS} == {str(n) for n in range(1, 11)}
+    assert {claim.number.rstrip("abc") for claim in claims.CLAIMS} == {str(n) for n in range(1, 11)}
     single = table[table.comparison != "all"]
-    assert len(single) == sum(len(claim.comparisons) for claim in verdicts.CLAIMS)
+    assert len(single) == sum(len(claim.comparisons) for claim in claims.CLAIMS)
     assert single.p.between(0, 1).all() and single.paper_difference.notna().all() and (single.p_holm >= single.p).all()
     ls = single[single.claim == "3b"].iloc[0]
     assert ls.paper_difference == pytest.approx(3.6) and ls.tasks == "ouro:algebra"
@@ -171,7 +171,7 @@ def test_every_claim_is_judged_by_a_paired_test(home):
 
 
 def test_most_of_the_papers_own_numbers_are_on_the_side_of_its_claims(home):
-    single = verdicts.claims(TINY)
+    single = claims.claims(TINY)
     single = single[(single.family == "all") & (single.comparison != "all") & (single.kind.isin(["better", "higher"]))]
     share = single.groupby("claim").paper_difference.apply(lambda d: (d > 0).mean())
     partly = share[share < 1]  # in the paper, too, some cells are on the other side
@@ -179,7 +179,7 @@ def test_most_of_the_papers_own_numbers_are_on_the_side_of_its_claims(home):
 
 
 def test_the_last_loop_is_judged_in_every_column_of_table3(home):
-    single = verdicts.claims(TINY).query("comparison != 'all' and claim.str.startswith('7')")
+    single = claims.claims(TINY).query("comparison != 'all' and claim.str.startswith('7')")
     sides = single.assign(side=single.comparison.str.split(" against ")).explode("side")
     column = sides.side.str.split("last |previous |next |first ").str[1]
     assert dict(zip(sides.claim, column)) == {"7a": "ls + optr_h", "7b": "ls", "7c": "unit"}
@@ -192,7 +192,7 @@ def test_the_last_loop_is_judged_in_every_column_of_table3(home):
 
 def test_conclusions_are_read_from_the_tables(home):
     said = readme._conclusions(TINY)
-    whole = verdicts.whole_claims(verdicts.claims(TINY)).query("family == 'all'")
+    whole = claims.whole_claims(claims.claims(TINY)).query("family == 'all'")
     mean = tables.table("table2_mean", TINY).query("model == 'ouro' and config == 'BF16'").accuracy_pct.iloc[0]
     assert said.startswith("**Ouro-shaped") and f"BF16 cache {mean:.1f} %" in said and "**Huginn-shaped" in said
     listed = said.rpartition(":** ")[2]
@@ -203,9 +203,9 @@ def test_conclusions_are_read_from_the_tables(home):
 
 
 def verdict_of(*rows, most=False):
-    claim = verdicts.Claim("1", "text", (None,) * len(rows), most)
-    judged = verdicts._decide([{"p": p, "n": 9, "_says": says, "_opposite": opposite} for p, says, opposite in rows])
-    return [row["verdict"] for row in judged], verdicts._whole(claim, judged, "")["verdict"]
+    claim = claims.Claim("1", "text", (None,) * len(rows), most)
+    judged = claims._decide([{"p": p, "n": 9, "_says": says, "_opposite": opposite} for p, says, opposite in rows])
+    return [row["verdict"] for row in judged], claims._whole(claim, judged, "")["verdict"]
 
 
 def test_a_claim_is_reproduced_only_where_every_comparison_is():
@@ -220,7 +220,7 @@ def test_a_claim_is_reproduced_only_where_every_comparison_is():
 
 def test_claims_without_results_say_what_is_missing(home, tmp_path, monkeypatch):
     monkeypatch.setenv("RESIDUALQUANT_HOME", str(tmp_path))
-    table = verdicts.whole_claims(verdicts.claims(TINY))
+    table = claims.whole_claims(claims.claims(TINY))
     assert set(table.verdict) == {"not measured"}
     assert table.comparisons.str.contains("`make reproduce PROFILE=tiny`").all()
 
@@ -282,7 +282,7 @@ def test_a_damaged_record_line_stops_a_table(home, tmp_path, monkeypatch):
 
 def test_profiles_hold_what_the_paper_compares():
     assert profile_of("mini").describe().startswith("Ouro: words 100, algebra 100, stubs 100, asserts 100; Huginn:")
-    assert min(n for cells in profile_of("full").plan.values() for n in cells.values()) >= 200
+    assert min(map(profile_of("full").n_of, profile_of("full").plan)) >= 200
     assert profile_of("full").device == "cuda"
     with pytest.raises(ValueError, match="unknown profile 'mni'; known: smoke, mini, full, paper"):
         profile_of("mni")
@@ -296,8 +296,6 @@ def test_the_paper_profile_says_what_is_missing():
 
 
 def test_the_papers_numbers_are_found_by_label():
-    with pytest.raises(ValueError, match="no label 'table99'; known: claims"):
-        paper.read_paper("table99")
     with pytest.raises(ValueError, match="no label 'table99'; known: claims"):
         paper.printed("table99")
 

@@ -15,8 +15,6 @@ from residualquant.errors import ResidualQuantError
 from residualquant.evals.prompts import code_prompt, gsm8k_prompt, math500_prompt
 from residualquant.evals.tasks.problem import Problem
 
-BENCHMARKS = ("gsm8k", "math500", "humaneval", "mbpp")
-
 
 def _gsm8k(row: dict, index: int) -> Problem:
     solution = row["answer"]
@@ -44,6 +42,7 @@ def _mbpp(row: dict, _index: int) -> Problem:
 
 
 _READERS = {"gsm8k": _gsm8k, "math500": _math500, "humaneval": _humaneval, "mbpp": _mbpp}
+BENCHMARKS = tuple(_READERS)
 
 
 def benchmark_problems(name: str, folder: str | Path, n: int | None = None) -> list[Problem]:

@@ -19,7 +19,7 @@ from residualquant.errors import ResidualQuantError, check_count, check_type
 from residualquant.evals.tasks import TASKS_VERSION, Problem, frozen, problem_of, problems
 from residualquant.repro.paths import show
 from residualquant.repro.provenance import method_hash, provenance
-from residualquant.repro.records import SCHEMA, Answer, Cell, Records, Writer, finished_name, key_of
+from residualquant.repro.records import SCHEMA, Answer, Cell, Records, Writer, key_of, plain_name
 
 if TYPE_CHECKING:
     from residualquant.cache import RotationMap
@@ -142,10 +142,12 @@ def evaluate(
 
 def _finished(path: Path, identities: Sequence[dict], score: bool) -> list[Cell]:
     """The cells of ``identities`` if the records are finished and nothing in them is to change, else none."""
+    if plain_name(path).exists():  # a run appends to it, or was cut off
+        return []
     records = Records(path)
     cells = [records.cells[short] for i in identities if (short := key_of(i)[:16]) in records.cells]
     whole = all(cell.is_complete if score else len(cell.answers) == cell.identity["n"] for cell in cells)
-    if records.path != finished_name(path) or records.damage or len(cells) < len(identities) or not whole:
+    if records.damage or len(cells) < len(identities) or not whole:
         return []
     return [] if _superseded(records, cells) else cells
 

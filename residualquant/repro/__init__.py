@@ -1,38 +1,10 @@
 """Tables and figures of the paper, computed or read back. What the notebooks call:
 
-    table(label, profile, compute=False)    figure(label, profile)
-    summary(label, table)   compare(table)   markdown(table)   provenance_table(profile)
+    tables.table(label, profile, compute=False)     figures.figure(label, profile)
+    layouts.summary(label, table)                   layouts.compare(table)
+    provenance.provenance_table(profile)            markup.show(table)
 
 ``profile`` is "smoke", "mini", "full" or "paper". With ``compute=False`` the committed records are read and no model
 runs; with ``compute=True`` whatever answers are missing are computed first. A table is a DataFrame; one that is
-computed, or made by ``make_tables``, is ``data/<profile>/<label>.csv`` as well. Nothing heavy is imported before it is
-used.
+computed, or made by ``make tables``, is ``data/<profile>/<label>.csv`` as well.
 """
-
-from __future__ import annotations
-
-import importlib
-from typing import Any
-
-_HOME = {
-    "table": "tables",
-    "figure": "figures",
-    "summary": "layouts",
-    "compare": "layouts",
-    "markdown": "layouts",
-    "profile_of": "profiles",
-    "PROFILES": "profiles",
-    "read_paper": "paper",
-    "provenance_table": "provenance",
-    "reproduce": "run",
-    "make_tables": "run",
-    "make_figures": "run",
-}
-
-__all__ = list(_HOME)
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module 'residualquant.repro' has no attribute {name!r}")
-    return getattr(importlib.import_module(f"residualquant.repro.{_HOME[name]}"), name)

@@ -50,17 +50,17 @@ def read_cells(profile: str | Profile, labels: Iterable[str] = LABELS) -> Cells:
     plan = profile.cells_of(labels)
     for place, wanted in plan.items():
         records = read_records(paths.shipped_records_dir(profile.name) / records_name(profile, place))
-        for config, n in wanted.items():
-            if cell := _complete(records, profile, place, config, n):
+        for config in wanted:
+            if cell := _complete(records, profile, place, config):
                 found[*place, config] = cell
     if plan and not found:
         raise ResidualQuantError(f"no cell of {', '.join(labels)} is measured; {_remedy(profile)} computes them")
     return found
 
 
-def _complete(records: Records, profile: Profile, place: Place, config: KVQuantConfig, n: int) -> Cell | None:
+def _complete(records: Records, profile: Profile, place: Place, config: KVQuantConfig) -> Cell | None:
     """The newest complete cell asked for (there can be one per calibration of its rotations)."""
-    asked = {"task": place[1], "n": n, "seed": profile.seed, "kv": config.to_dict()}
+    asked = {"task": place[1], "n": profile.n_of(place), "seed": profile.seed, "kv": config.to_dict()}
     matching = (c for c in records.cells.values() if all(c.identity.get(name) == v for name, v in asked.items()))
     return max((c for c in matching if c.is_complete), key=lambda c: c.provenance["date"], default=None)
 
@@ -127,7 +127,8 @@ def compute_cells(
 def compute_all_cells(profile: str | Profile) -> None:
     """:func:`compute_cells` of all labels, of a profile without records by as many processes as it says.
 
-    They share the machine: its cores, and ``CPU_MEMORY_GIB`` for their caches. A run that was cut off goes on.
+    They share the machine: its cores, and ``CPU_MEMORY_GIB`` for their caches. A run that was cut off goes on, where
+    there are fewer cores than before in this process alone.
 
     Raises:
         ResidualQuantError: as there, or one of the processes failed, which has said why itself.
@@ -136,6 +137,8 @@ def compute_all_cells(profile: str | Profile) -> None:
     begun = any(map(Path.is_dir, _own_parts(profile)))
     if 1 < profile.processes <= cores() and (begun or not list_records(paths.records_dir(profile.name))):
         _run_parts(profile, profile.processes)
+        begun = True
+    if begun:
         for _ in collect_cells(profile):
             pass
         remove_parts(profile)
@@ -149,7 +152,9 @@ def remove_parts(profile: Profile) -> None:
 
 
 def _own_parts(profile: Profile) -> list[Path]:
-    return [_part_folder(profile, i, profile.processes) for i in range(1, profile.processes + 1)]
+    """Folders of the parts of :func:`compute_all_cells`; none where one process computes everything."""
+    count = profile.processes
+    return [_part_folder(profile, i, count) for i in range(1, count + 1)] if count > 1 else []
 
 
 def _run_parts(profile: Profile, count: int) -> None:
@@ -203,10 +208,9 @@ def _evaluate(profile, model, place, configs, folder, memory_bytes, score, progr
             model,
             place[1],
             configs,
-            profile.plan[place][configs[0]],
+            profile.n_of(place),
             folder / records_name(profile, place),
             rotations=dict(zip(learnt, rotations)),
-            max_rows=profile.max_rows,
             memory_bytes=memory_bytes,
             seed=profile.seed,
             score=score,
@@ -227,8 +231,8 @@ def _chosen(profile: Profile, plan: Plan, models: list[str], tasks: list[str]) -
         if unknown := [name for name in given if name not in there]:
             raise ValueError(f"profile {profile.name!r} has no {kind} {unknown[0]!r}; it has {', '.join(there)}")
     return {
-        place: cells
-        for place, cells in plan.items()
+        place: configs
+        for place, configs in plan.items()
         if (not models or profile.model_name(place) in models) and (not tasks or place[1] in tasks)
     }
 

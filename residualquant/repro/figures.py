@@ -9,64 +9,37 @@ from collections.abc import Callable
 from functools import partial
 
 from residualquant.repro.paths import figures_dir
-from residualquant.repro.plots import DOTS, Picture
+from residualquant.repro.plots import (
+    DOTS,
+    Picture,
+    draw_figure1_left,
+    draw_figure3_middle,
+    draw_figure3_right,
+    draw_pareto,
+    draw_storage,
+    draw_table,
+    draw_table1,
+)
+from residualquant.repro.storage import accesses_table, bits_table, reads_table
+from residualquant.repro.surfaces import draw_figure2, draw_figure5
 from residualquant.repro.tables import table
+from residualquant.repro.traces import kept_trace
 
 
 def _dots(label: str, profile: str) -> Picture:
-    from residualquant.repro.plots import draw_table
-
     return draw_table(label, table(label, profile))
 
 
-def _pareto(profile: str) -> Picture:
-    from residualquant.repro.plots import draw_pareto
-
-    return draw_pareto(table("table2_mean", profile))
-
-
-def _figure1_left(profile: str) -> Picture:
-    from residualquant.repro.plots import draw_figure1_left
-
-    return draw_figure1_left(table("figure1_left", profile))
-
-
-def _analysis(label: str, profile: str) -> Picture:
-    from residualquant.repro import plots_analyses
-
-    return getattr(plots_analyses, f"draw_{label}")(table(label, profile))
-
-
-def _figure2(profile: str) -> Picture:
-    from residualquant.repro.surfaces import draw_figure2
-    from residualquant.repro.traces import kept_trace
-
-    return draw_figure2(kept_trace(profile))
-
-
-def _figure5(profile: str) -> Picture:
-    from residualquant.repro.surfaces import draw_figure5
-    from residualquant.repro.traces import kept_trace
-
-    return draw_figure5(kept_trace(profile))
-
-
-def _storage(profile: str) -> Picture:
-    from residualquant.repro.plots import draw_storage
-    from residualquant.repro.storage import accesses_table, bits_table, reads_table
-
-    return draw_storage(bits_table(), reads_table(), accesses_table())
-
-
 FIGURES: dict[str, Callable[[str], Picture]] = {
-    "storage": _storage,
-    "figure1_left": _figure1_left,
-    "figure2": _figure2,
-    **{label: partial(_analysis, label) for label in ("figure3_middle", "figure3_right")},
-    "figure5": _figure5,
-    "table1": partial(_analysis, "table1"),
+    "storage": lambda profile: draw_storage(bits_table(), reads_table(), accesses_table()),
+    "figure1_left": lambda profile: draw_figure1_left(table("figure1_left", profile)),
+    "figure2": lambda profile: draw_figure2(kept_trace(profile)),
+    "figure3_middle": lambda profile: draw_figure3_middle(table("figure3_middle", profile)),
+    "figure3_right": lambda profile: draw_figure3_right(table("figure3_right", profile)),
+    "figure5": lambda profile: draw_figure5(kept_trace(profile)),
+    "table1": lambda profile: draw_table1(table("table1", profile)),
     **{label: partial(_dots, label) for label in DOTS},
-    "pareto": _pareto,
+    "pareto": lambda profile: draw_pareto(table("table2_mean", profile)),
 }
 
 

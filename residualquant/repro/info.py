@@ -75,4 +75,4 @@ def _run(profile: Profile) -> str:
         return "not run here"
     if marker["state"] == "finished":
         return f"finished {marker['finished']}"
-    return "interrupted: `make reproduce` goes on"
+    return f"interrupted: `make reproduce PROFILE={profile.name}` goes on"

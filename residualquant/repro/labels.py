@@ -12,13 +12,14 @@ from functools import lru_cache
 
 from residualquant.config import KVQuantConfig, preset
 from residualquant.errors import ResidualQuantError
+from residualquant.evals.benchmarks import BENCHMARKS
 from residualquant.repro.paper import printed
 from residualquant.repro.paths import paper_dir, show
 
 LABELS = ("table2", "figure1_left", "table3", "table4", "table5", "table8", "table9")
 BF16 = preset("BF16")
 FAMILIES = ("ouro", "huginn")
-BENCHMARKS = ("gsm8k", "math500", "humaneval", "mbpp")
+HEAD_DIM = {"ouro": 128, "huginn": 96}  # of the paper's models
 
 
 @dataclass(frozen=True)

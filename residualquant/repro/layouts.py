@@ -9,9 +9,9 @@ from residualquant.repro.labels import LABELS
 if TYPE_CHECKING:
     import pandas as pd
 
-ROTATIONS = {"none": "", "hadamard": "Hadamard", "oscar": "OSCAR", "optr_h": "OptR-H"}
-COEFFICIENTS = {"ls": "LS", "unit": "unit", "norm_ratio": "norm ratio"}
-BENCHMARKS = {"gsm8k": "GSM8K", "math500": "MATH500", "humaneval": "HumanEval", "mbpp": "MBPP", "mean": "mean"}
+ROTATION_NAMES = {"none": "", "hadamard": "Hadamard", "oscar": "OSCAR", "optr_h": "OptR-H"}
+COEFFICIENT_NAMES = {"ls": "LS", "unit": "unit", "norm_ratio": "norm ratio"}
+BENCHMARK_NAMES = {"gsm8k": "GSM8K", "math500": "MATH500", "humaneval": "HumanEval", "mbpp": "MBPP", "mean": "mean"}
 STEPS = {
     "bf16": "BF16",
     "direct_int2": "direct INT2",
@@ -25,9 +25,9 @@ PAPER_MODELS = ("ouro-1.4b", "huginn-0125")  # as checkpoints are named: their v
 
 def place_title(row: pd.Series) -> str:
     """ "words (GSM8K), Huginn" for a mini on a task; the benchmark's own name for the paper's model."""
-    stands_for = BENCHMARKS.get(row["stands_for"], row["stands_for"])
+    stands_for = BENCHMARK_NAMES.get(row["stands_for"], row["stands_for"])
     family = next((f.capitalize() for f in ("ouro", "huginn") if f in str(row["model"]).lower()), "all")
-    task = stands_for if row["benchmark"] in BENCHMARKS else f"{row['benchmark']} ({stands_for})"
+    task = stands_for if row["benchmark"] in BENCHMARK_NAMES else f"{row['benchmark']} ({stands_for})"
     return f"{task}, {family}"
 
 
@@ -35,7 +35,8 @@ def with_words(table: pd.DataFrame) -> pd.DataFrame:
     """An accuracy table with the columns that layouts and pictures are arranged by, all of them text.
 
     Adds: place; precision ("INT2/4 g=32"); method ("residual + OptR-H" and the like, "other" for what Table 2 has not,
-    "BF16"); coding (direct or residual); scaling ("LS + OSCAR"); turn (the rotation); bits_and_group; loops.
+    "BF16"); coding (direct or residual); scaling ("LS + OSCAR"); turn (the rotation); bits_and_group; loops;
+    reference_loop; step_name (of Figure 1).
 
     Raises:
         ValueError: a needed column is missing.
@@ -48,13 +49,13 @@ def with_words(table: pd.DataFrame) -> pd.DataFrame:
 
 
 def _words(row: pd.Series) -> dict[str, str]:
-    rotation = ROTATIONS[row["rotation"]]
+    rotation = ROTATION_NAMES[row["rotation"]]
     turned = f" + {rotation}" if rotation else ""
     bits = row["bits_per_loop"].split(",")
     is_bf16, is_direct = row["reference"] == "none", row["reference"] == "direct"
     coding = "BF16" if is_bf16 else "direct" if is_direct else "residual"
     in_table2 = is_direct or (row["reference"], row["coefficient"]) == ("last", "ls")
-    scaling = coding if is_bf16 or is_direct else COEFFICIENTS[row["coefficient"]]
+    scaling = coding if is_bf16 or is_direct else COEFFICIENT_NAMES[row["coefficient"]]
     mixed = sorted(bits) == ["2", "2", "2", "4"]
     shown = "[" + ",".join(bits) + "]" if len(bits) <= 4 else f"[{len(bits) - 1} x {bits[0]}, {bits[-1]}]"
     return {
@@ -77,8 +78,8 @@ def method_name(row: pd.Series) -> str:
         return "BF16"
     base = "Direct"
     if row["reference"] != "direct":
-        base = f"Residual {COEFFICIENTS[row['coefficient']]} ({row['reference']})"
-    return base + (f" + {ROTATIONS[row['rotation']]}" if row["rotation"] != "none" else "")
+        base = f"Residual {COEFFICIENT_NAMES[row['coefficient']]} ({row['reference']})"
+    return base + (f" + {ROTATION_NAMES[row['rotation']]}" if row["rotation"] != "none" else "")
 
 
 # label -> the columns that name a row of the paper's layout, and the one whose values are its columns
@@ -156,7 +157,7 @@ def compare(table: pd.DataFrame) -> pd.DataFrame:
         rows.append(
             {
                 "Task": place,
-                "Precision": row["config"] + _group_size(row),
+                "Precision": row["config"] + _other_loops(row),
                 "Method": method_name(row),
                 "Bits": f"{row['effective_bits']:.4g}",
                 "Bits, whole model": f"{row['model_bits']:.4g}" if measured else "–",
@@ -173,7 +174,8 @@ def compare(table: pd.DataFrame) -> pd.DataFrame:
     return made
 
 
-def _group_size(row: pd.Series) -> str:
+def _other_loops(row: pd.Series) -> str:
+    """ ", 8 loops" where a group has not four."""
     loops = row["bits_per_loop"].count(",") + 1
     return "" if loops == 4 else f", {loops} loops"
 

@@ -83,7 +83,7 @@ def column_title(column: str) -> str:
 def _cell(value: Any, column: str, css: str) -> str:
     text = html.escape(cell_text(value, column))
     if column.lower() == "verdict":
-        kind = next((css for start, css in _VERDICTS.items() if text.startswith(start)), None)
+        kind = next((name for start, name in _VERDICTS.items() if text.startswith(start)), None)
         text = f'<span class="{kind}">{text}</span>' if kind else text
     return f'<td class="{css}">{text}</td>' if css else f"<td>{text}</td>"
 
@@ -104,10 +104,11 @@ def table_html(table: pd.DataFrame, new_block: str | None = None) -> str:
     Args:
         new_block: a column; a rule is drawn above every row where its value changes.
     """
-    css = {c: _column_css([cell_text(v, c) for v in table[c].tolist()]) for c in table.columns}
+    records = table.to_dict("records")
+    css = {c: _column_css([cell_text(values[c], c) for values in records]) for c in table.columns}
     head = "".join(f'<th class="{css[c]}">{html.escape(column_title(str(c)))}</th>' for c in table.columns)
     rows, before = [], None
-    for values in table.to_dict("records"):
+    for values in records:
         block = values[new_block] if new_block else None
         start = ' class="first"' if rows and block != before else ""
         before = block

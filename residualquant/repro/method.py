@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 LOOP_COLOURS = ("#f0a37a", "#d9b25f", "#7fb9dd", "#134e7e", "#6b4f9e", "#3f8f6b", "#a34a6b", "#4a4f57")
 SLOT = 5  # where in the page the token is put; any of its 16 slots would do
+BYTES_PER_LINE = 36  # of the page as it is drawn
 PARTS = {"codes": "#7fb9dd", "metadata": "#f0c27a", "alpha": "#e08a8a"}
 
 
@@ -316,15 +317,15 @@ def page_table(journey: Journey) -> pd.DataFrame:
     )
 
 
-def draw_page(journey: Journey, per_line: int = 36) -> Picture:
+def draw_page(journey: Journey) -> Picture:
     """Every byte that this token and head takes in the cache, in hexadecimal: codes, FP8 metadata, coefficients."""
     planes = stored_planes(journey)
     lines: list[tuple[str, list[tuple[int, str]]]] = []
     for loop in dict.fromkeys(plane.loop for plane, _ in planes):
         cells = [(b, plane.kind) for plane, data in planes if plane.loop == loop for b in data]
         name = f"loop {loop + 1}" + (", anchor" if loop == journey.anchor else "")
-        for start in range(0, len(cells), per_line):
-            lines.append((name if start == 0 else "", cells[start : start + per_line]))
+        for start in range(0, len(cells), BYTES_PER_LINE):
+            lines.append((name if start == 0 else "", cells[start : start + BYTES_PER_LINE]))
     with house_style():
         figure = new_figure(TEXT, 0.62 + 0.2 * len(lines))
         axis = figure.subplots()
@@ -339,7 +340,7 @@ def draw_page(journey: Journey, per_line: int = 36) -> Picture:
             )
             for i, (byte, _) in enumerate(cells):
                 axis.text(i + 0.5, y, f"{byte:02x}", ha="center", va="center", fontsize=5, family="DejaVu Sans Mono")
-        axis.set_xlim(-4.5, per_line)
+        axis.set_xlim(-4.5, BYTES_PER_LINE)
         axis.set_ylim(len(lines) - 0.4, -0.6)
         axis.axis("off")
         raw = 2 * journey.x.numel()

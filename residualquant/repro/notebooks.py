@@ -107,36 +107,34 @@ def _fits(value: Any, default: Any) -> bool:
     return type(value) is type(default)
 
 
-def run_notebook(name: str, parameters: Mapping[str, Any] | None = None, profile: str | None = None) -> Path:
+def run_notebook(name: str, parameters: Mapping[str, Any] | None = None) -> Path:
     """Execute one notebook and return its executed copy, ``data/runs/<profile>/<name>.ipynb``.
 
     Args:
         name: as for :func:`notebook_path`.
-        parameters: values for names of its parameters cell.
-        profile: folder of the copy; the notebook's own ``profile`` parameter when None.
+        parameters: values for names of its parameters cell, ``profile`` among them.
 
     Raises:
         ValueError: an unknown notebook, parameter or type.
         ResidualQuantError: a cell failed, the kernel died, or the copy could not be written; nothing is left behind.
     """
     try:
-        return _run(name, parameters, profile, progress_bar={"desc": name})
+        return _run(name, parameters or {}, progress_bar={"desc": name})
     except ResidualQuantError as error:
         _explain(error)
         raise
 
 
-def _run(name: str, parameters: Mapping[str, Any] | None, profile: str | None, **options) -> Path:
+def _run(name: str, parameters: Mapping[str, Any], **options) -> Path:
     """:func:`run_notebook` that shows nothing; ``options`` are papermill's."""
-    source, parameters = notebook_path(name), dict(parameters or {})
+    source = notebook_path(name)
     check_parameters(source, parameters)
-    profile = profile or parameters.get("profile") or parameters_of(source).get("profile", "mini")
-    folder = paths.runs_dir(profile)
+    folder = paths.runs_dir({**parameters_of(source), **parameters}.get("profile", "mini"))
     target, temporary = folder / source.name, folder / f".{source.stem}.running.ipynb"
     try:
         folder.mkdir(parents=True, exist_ok=True)
         try:
-            _execute(source, temporary, parameters, **options)
+            _execute(source, temporary, dict(parameters), **options)
             temporary.replace(target)
         finally:
             temporary.unlink(missing_ok=True)
@@ -189,33 +187,33 @@ def describe_failure(error: Any) -> str:
 # ------------------------------------------------------------------------------------------------ all of them
 
 
-def run_notebooks(profile: str, names: Sequence[str] | None = None, compute: bool = False) -> list[Path]:
-    """Execute notebooks (all when ``names`` is None) for one profile; returns the executed copies, in that order.
+def run_notebooks(profile: str, compute: bool = False) -> list[Path]:
+    """Execute all notebooks for one profile; returns the executed copies, in order.
 
     Each gets ``profile`` and ``compute`` where its parameters cell has them: with ``compute`` missing answers are
     computed, without it records are read and no model runs. Two run at a time where there are two cores, so that what
     several of them would compute has to be there already. A notebook that measures speed runs when the others are done.
 
     Raises:
-        ValueError: an unknown notebook.
         ResidualQuantError: notebooks failed, whose names are given; no other is begun then, and those that are done
             or running are kept.
         KeyboardInterrupt: after all kernels have ended.
     """
     from tqdm.auto import tqdm
 
-    chosen = [notebook_path(name) for name in (notebook_names() if names is None else names)]
     offered = {"profile": profile, "compute": compute}
-    given = {path.stem: {k: v for k, v in offered.items() if k in parameters_of(path)} for path in chosen}
+    given = {
+        name: {k: v for k, v in offered.items() if k in parameters_of(notebook_path(name))} for name in notebook_names()
+    }
     alone = [name for name in given if name in ALONE]
     with tqdm(total=len(given), desc="notebooks", unit="notebook") as bar:
-        done = _run_together(profile, {name: given[name] for name in given if name not in alone}, AT_ONCE, bar)
+        done = _run_together({name: given[name] for name in given if name not in alone}, AT_ONCE, bar)
         for name in alone:
-            done |= _run_together(profile, {name: given[name]}, 1, bar)
-    return [done[path.stem] for path in chosen]
+            done |= _run_together({name: given[name]}, 1, bar)
+    return [done[name] for name in given]
 
 
-def _run_together(profile: str, given: Mapping[str, Mapping[str, Any]], at_once: int, bar: tqdm) -> dict[str, Path]:
+def _run_together(given: Mapping[str, Mapping[str, Any]], at_once: int, bar: tqdm) -> dict[str, Path]:
     """{name: executed copy} of the notebooks {name: parameters}, ``at_once`` at a time if there are as many cores."""
     at_once, kernels, is_over = min(at_once, cores()), [], Event()
     kernel_class = _kernel_class(kernels, cores() // at_once)
@@ -226,7 +224,7 @@ def _run_together(profile: str, given: Mapping[str, Mapping[str, Any]], at_once:
             if is_over.is_set():
                 return None
             try:
-                path = _run(name, parameters, profile, progress_bar=False, kernel_manager_class=kernel_class)
+                path = _run(name, parameters, progress_bar=False, kernel_manager_class=kernel_class)
             except BaseException:
                 is_over.set()
                 raise

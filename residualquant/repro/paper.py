@@ -3,30 +3,9 @@
 from __future__ import annotations
 
 import csv
-from pathlib import Path
-from typing import TYPE_CHECKING
 
 from residualquant.errors import ResidualQuantError
 from residualquant.repro.paths import paper_dir, show
-
-if TYPE_CHECKING:
-    import pandas as pd
-
-
-def read_paper(label: str) -> pd.DataFrame:
-    """One label's numbers as printed; bits per loop stay text ("2,2,2,4").
-
-    Raises:
-        ValueError: no such label.
-        ResidualQuantError: the file cannot be read.
-    """
-    import pandas as pd
-
-    file = _file(label)
-    try:
-        return pd.read_csv(file, keep_default_na=False, na_values=[""])
-    except (OSError, ValueError) as error:
-        raise ResidualQuantError(f"{show(file)} could not be read: {error}") from error
 
 
 def printed(label: str) -> list[dict[str, str]]:
@@ -36,7 +15,10 @@ def printed(label: str) -> list[dict[str, str]]:
         ValueError: no such label.
         ResidualQuantError: the file cannot be read.
     """
-    file = _file(label)
+    file = paper_dir() / f"{label}.csv"
+    if not file.is_file():
+        known = ", ".join(sorted(f.stem for f in paper_dir().glob("*.csv")))
+        raise ValueError(f"the paper's numbers have no label {label!r}; known: {known or 'none found'}")
     try:
         with file.open(newline="") as lines:
             rows = list(csv.DictReader(lines))
@@ -45,11 +27,3 @@ def printed(label: str) -> list[dict[str, str]]:
     if not rows:
         raise ResidualQuantError(f"{show(file)} holds no numbers")
     return rows
-
-
-def _file(label: str) -> Path:
-    file = paper_dir() / f"{label}.csv"
-    if not file.is_file():
-        known = ", ".join(sorted(f.stem for f in paper_dir().glob("*.csv")))
-        raise ValueError(f"the paper's numbers have no label {label!r}; known: {known or 'none found'}")
-    return file

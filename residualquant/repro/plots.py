@@ -1,4 +1,4 @@
-"""Every picture of the package: one style, no dates in the files, so drawing twice changes no byte.
+"""The style of every picture, and the pictures of tables; no dates in the files, so drawing twice changes no byte.
 
 Each ``draw_*`` function takes the data of one paper label and returns a :class:`Picture`, which shows itself in a
 notebook and saves itself as PNG and PDF. Colour says how the cache is coded (warm: direct, cool: residual), shade
@@ -26,22 +26,23 @@ STYLE_FILE = Path(__file__).with_name("style.mplstyle")
 COLUMN, TEXT = 3.35, 6.9  # inches: one column and the full text width of a two-column paper
 SCREEN_DPI = 110
 INK, GREY, PALE = "#23272e", "#6b7280", "#e8ebef"
+WARM, COOL, PALE_COOL = "#f0a37a", "#134e7e", "#7fb9dd"
 
 # Colour and marker of a series, by its words in ``layouts.with_words``.
 SERIES = {
-    "direct": ("#f0a37a", "o"),
+    "direct": (WARM, "o"),
     "direct + OSCAR": ("#d9743f", "^"),
     "direct + OptR-H": ("#b8371f", "s"),
     "unit": ("#a9b4bf", "o"),
     "norm ratio": ("#77838f", "v"),
-    "LS": ("#7fb9dd", "o"),
+    "LS": (PALE_COOL, "o"),
     "LS + OSCAR": ("#3f86b5", "^"),
-    "LS + OptR-H": ("#134e7e", "s"),
-    "residual": ("#7fb9dd", "o"),
-    "residual + OptR-H": ("#134e7e", "s"),
-    "no rotation": ("#7fb9dd", "o"),
+    "LS + OptR-H": (COOL, "s"),
+    "residual": (PALE_COOL, "o"),
+    "residual + OptR-H": (COOL, "s"),
+    "no rotation": (PALE_COOL, "o"),
     "OSCAR": ("#3f86b5", "^"),
-    "OptR-H": ("#134e7e", "s"),
+    "OptR-H": (COOL, "s"),
 }
 
 
@@ -253,11 +254,11 @@ def draw_pareto(table_mean: pd.DataFrame) -> Picture:
 
 STEP_LABELS = {
     "bf16": ("BF16", "#9aa1ab"),
-    "direct_int2": ("Direct\nINT2", "#f0a37a"),
+    "direct_int2": ("Direct\nINT2", WARM),
     "last_loop_residual": ("+ last-loop\nresidual", "#b9d8ec"),
-    "ls_scaling": ("+ LS\nscaling", "#7fb9dd"),
+    "ls_scaling": ("+ LS\nscaling", PALE_COOL),
     "rotation_optr_h": ("+ OptR-H\nrotation", "#3f86b5"),
-    "mixed_precision": ("+ INT4\nanchor", "#134e7e"),
+    "mixed_precision": ("+ INT4\nanchor", COOL),
 }
 
 
@@ -293,12 +294,78 @@ def draw_figure1_left(table: pd.DataFrame) -> Picture:
     return Picture(figure, "From direct INT2 to the full method, one ingredient at a time")
 
 
+# ---------------------------------------------------------------------------------------------- Table 1, Figure 3
+
+
+def _bars(axis: Axes, groups: dict[str, tuple[pd.DataFrame, str]], value: str, x: str) -> None:
+    """Bars of ``value`` side by side at every ``x``, with intervals; one colour per group."""
+    places = list(dict.fromkeys(str(place) for part, _ in groups.values() for place in part[x]))
+    width = 0.8 / len(groups)
+    for k, (name, (part, colour)) in enumerate(groups.items()):
+        at = [places.index(str(place)) + (k - (len(groups) - 1) / 2) * width for place in part[x]]
+        axis.bar(at, part[value], width=0.92 * width, color=colour, label=name, zorder=2)
+        axis.vlines(at, part["ci_low"], part["ci_high"], color=GREY, linewidth=1, zorder=3)
+        if f"paper_{value}" in part:
+            axis.plot(at, part[f"paper_{value}"], "D", markerfacecolor="white", markeredgecolor=INK, markersize=3.6,
+                      markeredgewidth=0.9, zorder=4, label="paper (Ouro-1.4B)" if k == len(groups) - 1 else None)
+    axis.set_xticks(range(len(places)), places)
+
+
+def draw_table1(table: pd.DataFrame) -> Picture:
+    """Key NMSE by loop under the references First and Last, the paper's numbers as diamonds."""
+    with house_style():
+        figure = new_figure(COLUMN, 2.4)
+        axis = figure.subplots()
+        parts = {name: table[table["reference"] == name] for name in ("first", "last")}
+        _bars(axis, {"First": (parts["first"], WARM), "Last": (parts["last"], COOL)}, "nmse_x1000", "loop")
+        axis.set_xlabel("loop")
+        axis.set_ylabel("key NMSE x 1000")
+        axis.legend(loc="upper center", ncols=3, bbox_to_anchor=(0.5, 1.14))
+    return Picture(figure, "Error of reconstructed keys, loop by loop, with the first or the last loop as reference")
+
+
+def draw_figure3_middle(table: pd.DataFrame) -> Picture:
+    """Mean norm of K and V in every loop."""
+    with house_style():
+        figure = new_figure(COLUMN, 2.2)
+        axis = figure.subplots()
+        for kind, colour, marker in (("K", COOL, "o"), ("V", WARM, "s")):
+            part = table[table["kind"] == kind]
+            axis.plot(part["loop"], part["norm"], marker=marker, color=colour, label=kind)
+            axis.vlines(part["loop"], part["ci_low"], part["ci_high"], color=colour, linewidth=1)
+        axis.set_xticks(sorted(set(table["loop"])))
+        axis.set_ylim(bottom=0)
+        axis.set_xlabel("loop")
+        axis.set_ylabel("mean norm")
+        axis.legend()
+    return Picture(figure, "Mean norm of keys and values in every loop")
+
+
+def draw_figure3_right(table: pd.DataFrame) -> Picture:
+    """Error of predicting a loop's keys from the coded last loop, alpha = 1 beside least squares."""
+    with house_style():
+        figure = new_figure(COLUMN, 2.4)
+        axes = figure.subplots(1, 2, sharey=True)
+        for axis, anchor in zip(axes, ("INT2", "INT4")):
+            here = table[table["anchor"] == anchor]
+            parts = {name: here[here["coefficient"] == name] for name in ("unit", "ls")}
+            _bars(axis, {r"$\alpha=1$": (parts["unit"], PALE_COOL), "LS": (parts["ls"], COOL)}, "mse", "loop")
+            for place, (_, row) in enumerate(parts["ls"].iterrows()):
+                axis.annotate(f"-{row['reduced_pct']:.0f} %", (place + 0.2, row["ci_high"]), xytext=(0, 2), ha="center",
+                              textcoords="offset points", fontsize=6)
+            axis.set_title(f"{anchor} anchor")
+            axis.set_xlabel("loop")
+        axes[0].set_ylabel("prediction MSE of keys")
+        axes[0].legend()
+    return Picture(figure, "Error of predicting each loop's keys from the last, with and without least squares")
+
+
 # ---------------------------------------------------------------------------------------------- storage
 
 
 def _stacked_bits(axis: Axes, bars: pd.DataFrame) -> None:
-    parts = (("codes_bits", "codes", "#134e7e"), ("metadata_bits", "FP8 scale + offset", "#7fb9dd"),
-             ("coefficient_bits", "coefficient", "#f0a37a"))
+    parts = (("codes_bits", "codes", COOL), ("metadata_bits", "FP8 scale + offset", PALE_COOL),
+             ("coefficient_bits", "coefficient", WARM))
     y = range(len(bars))
     left = [0.0] * len(bars)
     for column, name, colour in parts:
@@ -331,7 +398,7 @@ def draw_storage(bars: pd.DataFrame, reads: pd.DataFrame, accesses: pd.DataFrame
         right.remove()
         grid = left.get_gridspec()[1].subgridspec(2, 1, hspace=0.08)
         top, bottom = figure.add_subplot(grid[0]), figure.add_subplot(grid[1])
-        colours = [GREY if p == "BF16" else "#f0a37a" if "irect" in p else "#134e7e" for p in reads["policy"]]
+        colours = [GREY if p == "BF16" else WARM if "irect" in p else COOL for p in reads["policy"]]
         top.barh(range(len(reads)), reads["bytes_read"], height=0.66, color=colours)
         for i, row in enumerate(reads.itertuples()):
             note = f"{row.bytes_read:.0f}" + ("" if row.policy == "BF16" else f"  ({row.ratio:.2f}x less)")
@@ -343,7 +410,7 @@ def draw_storage(bars: pd.DataFrame, reads: pd.DataFrame, accesses: pd.DataFrame
         top.set_xlabel("bytes per token, head and step", fontsize=6.5)
         top.grid(axis="y", visible=False)
         top.set_title("Read, INT2/4 g=32")
-        for kind, name, colour in (("chained", "chained L(L+1)/2", "#b8371f"), ("shared", "shared 2L-1", "#134e7e")):
+        for kind, name, colour in (("chained", "chained L(L+1)/2", "#b8371f"), ("shared", "shared 2L-1", COOL)):
             bottom.plot(accesses["loops"], accesses[kind], "-o", color=colour, markersize=3, label=name)
         bottom.set_xscale("log", base=2)
         bottom.set_yscale("log")

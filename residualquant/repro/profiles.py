@@ -5,7 +5,7 @@ same mini models on one GPU with enough problems to tell the methods apart; ``pa
 benchmarks. Every output path contains the profile's name.
 
 A *cell* is (family of models, task, KV configuration). A profile's cells are those of all its labels together
-(:mod:`residualquant.repro.labels`), each once: ``Profile.plan`` says which, and on how many problems.
+(:mod:`residualquant.repro.labels`), each once: ``Profile.plan`` says which, ``Profile.n_of`` on how many problems.
 """
 
 from __future__ import annotations
@@ -17,12 +17,13 @@ from types import MappingProxyType
 
 from residualquant.config import KVQuantConfig, preset
 from residualquant.errors import ResidualQuantError
+from residualquant.evals.benchmarks import BENCHMARKS
 from residualquant.evals.tasks import MODELS, STANDS_FOR, TASKS
-from residualquant.repro.labels import BENCHMARKS, BF16, FIGURE1_CONFIGS, LABELS, direct_of, lines
+from residualquant.repro.labels import BF16, FIGURE1_CONFIGS, LABELS, Line, direct_of, lines
 from residualquant.repro.markup import counted
 
 Place = tuple[str, str]  # (family of models, task)
-Plan = Mapping[Place, Mapping[KVQuantConfig, int]]  # the configurations measured there, and on how many problems
+Plan = Mapping[Place, tuple[KVQuantConfig, ...]]  # the configurations measured there
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,6 @@ class Profile:
         only: {(family, task): configurations}: nothing else is computed; None: everything.
         calibration: texts to fit rotations with, held-out texts, and optimiser steps.
         texts: problems of the analyses without generation (Table 1, Figure 3).
-        max_rows: most sequences decoded at once; the engine's own default when None.
         processes: how many compute the answers at a time; two of one thread are faster than one of two.
         models: {family: {task: checkpoint}}.
         stands_for: {task: the paper's benchmark}.
@@ -47,7 +47,6 @@ class Profile:
     calibration: Mapping[str, int] = field(default_factory=lambda: {"fit": 128, "holdout": 128, "steps": 80})
     texts: int = 512
     device: str = "cpu"
-    max_rows: int | None = None
     processes: int = 1
     seed: int = 0
     models: Mapping[str, Mapping[str, str]] = field(default_factory=lambda: MODELS)
@@ -63,27 +62,36 @@ class Profile:
         family, task = place
         return self.models[family][task].split("/")[-1]
 
+    def place_of(self, line: Line) -> Place:
+        """(family, task) on which a line is measured."""
+        return line.family, self.task_for(line.benchmark)
+
+    def n_of(self, place: Place) -> int:
+        """Problems of every cell there, 0 where nothing is measured."""
+        family, task = place
+        return self.problems.get(family, {}).get(task, 0)
+
     @cached_property
     def plan(self) -> Plan:
-        """Every cell of the profile and its number of problems."""
-        plan: dict[Place, dict[KVQuantConfig, int]] = {}
+        """Every cell of the profile."""
+        plan: dict[Place, list[KVQuantConfig]] = {}
         for label in LABELS:
             for line in lines(label):
-                place = line.family, self.task_for(line.benchmark)
-                n = self.problems.get(line.family, {}).get(place[1], 0)
-                if n and (self.only is None or line.config in self.only.get(place, ())):
-                    plan.setdefault(place, {})[line.config] = n
-        return MappingProxyType(plan)
+                place = self.place_of(line)
+                if self.n_of(place) and (self.only is None or line.config in self.only.get(place, ())):
+                    plan.setdefault(place, []).append(line.config)
+        return MappingProxyType({place: tuple(dict.fromkeys(configs)) for place, configs in plan.items()})
 
     def cells_of(self, labels: Iterable[str]) -> Plan:
         """The part of the plan that ``labels`` show, with what their rows are tested against."""
-        wanted: dict[Place, set[KVQuantConfig]] = {}
-        for label in labels:
-            for line in lines(label):
-                place = line.family, self.task_for(line.benchmark)
-                wanted.setdefault(place, set()).update({line.config, direct_of(line.config), BF16})
-        part = {p: {c: n for c, n in cells.items() if c in wanted.get(p, ())} for p, cells in self.plan.items()}
-        return {place: cells for place, cells in part.items() if cells}
+        wanted = {
+            (self.place_of(line), config)
+            for label in labels
+            for line in lines(label)
+            for config in (line.config, direct_of(line.config), BF16)
+        }
+        part = {place: tuple(c for c in configs if (place, c) in wanted) for place, configs in self.plan.items()}
+        return {place: configs for place, configs in part.items() if configs}
 
     def describe(self) -> str:
         """ "Ouro: words 100, …; Huginn: …; 215 cells": the profile's size in one line."""
@@ -111,7 +119,7 @@ class Profile:
         lacks += [_lack_of_model(m) for m in dict.fromkeys(self.models[family][task] for family, task in places)]
         foreign = [task for task in dict.fromkeys(task for _, task in places) if task not in TASKS]
         if foreign:
-            lacks.append(f"loaders for the benchmarks {', '.join(foreign)} (not in this version)")
+            lacks.append(f"evaluation on the benchmarks {', '.join(foreign)} (not in this version)")
         if lacks := [lack for lack in lacks if lack]:
             raise ResidualQuantError(
                 f"profile {self.name!r} cannot run here, it lacks: {'; '.join(lacks)} "

@@ -134,7 +134,8 @@ def method_hash() -> str:
 
 def package_hash() -> str:
     """Hash of every module of the package: a finished run is "up to date" only while this is the same."""
-    return hash_sources(f for f in paths.PACKAGE.rglob("*.py") if "kernels" not in f.parts)[:16]
+    files = paths.PACKAGE.rglob("*.py")
+    return hash_sources(f for f in files if "kernels" not in f.relative_to(paths.PACKAGE).parts)[:16]
 
 
 def provenance_table(profile: str) -> pd.DataFrame:

@@ -195,11 +195,6 @@ class Records:
                 self._take(line)
         return self.cells[short]
 
-    def find(self, **wanted) -> Cell | None:
-        """The last cell whose identity has these values (for example ``kv=config.to_dict(), n=200``), or None."""
-        found = [c for c in self.cells.values() if all(c.identity.get(k) == v for k, v in wanted.items())]
-        return found[-1] if found else None
-
 
 def read_records(path: Path) -> Records:
     """Records for tables and figures, where nothing can be computed again (kept while the file does not change).
@@ -209,7 +204,7 @@ def read_records(path: Path) -> Records:
     """
     records = _read_once(path, (_version(plain_name(path)), _version(finished_name(path))))
     if records.damage:
-        raise ResidualQuantError(f"{records.damage[0]}; `make reproduce` computes it again")
+        raise ResidualQuantError(f"{records.damage[0]}; `make reproduce` of its profile computes it again")
     return records
 
 

@@ -11,11 +11,23 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import jinja2
+
+from residualquant import __version__
+from residualquant.config import preset
 from residualquant.errors import ResidualQuantError
+from residualquant.layout import capacity_ratio, traffic_ratio
 from residualquant.repro import paths
+from residualquant.repro.claims import whole_claims
+from residualquant.repro.figures import figure
+from residualquant.repro.layouts import compare, summary, with_words
 from residualquant.repro.markup import TABLE_CSS, table_html
+from residualquant.repro.plots import SCREEN_DPI
 from residualquant.repro.profiles import Profile, profile_of
+from residualquant.repro.provenance import provenance_table
+from residualquant.repro.storage import accesses_table, bytes_table, reads_table
 from residualquant.repro.tables import table
+from residualquant.repro.traces import kept_trace, surface_table
 
 TEMPLATE = Path(__file__).with_name("report.html")
 
@@ -33,9 +45,6 @@ class Section:
 
     def picture(self, label: str, profile: str) -> None:
         """Draw, save and embed a figure."""
-        from residualquant.repro.figures import figure
-        from residualquant.repro.plots import SCREEN_DPI
-
         drawn = figure(label, profile)
         width = round(drawn.figure.get_size_inches()[0] * SCREEN_DPI * 1.25)
         data = base64.b64encode(drawn.png).decode("ascii")
@@ -60,8 +69,6 @@ class Card:
 
 
 def _claims(s: Section, profile: Profile) -> list[Card]:
-    from residualquant.repro.verdicts import whole_claims
-
     found = table("claims", profile)
     whole, single = whole_claims(found), found[found["comparison"] != "all"]
     s.table(table_html(whole))
@@ -76,8 +83,6 @@ def _claims(s: Section, profile: Profile) -> list[Card]:
 
 
 def _accuracy(s: Section, profile: Profile) -> list[Card]:
-    from residualquant.repro.layouts import compare, summary, with_words
-
     found = table(s.label, profile)
     mean = table("table2_mean", profile) if s.label == "table2" else None
     sizes = ", ".join(map(str, sorted({int(n) for n in found["n"].dropna()}))) or "none here"
@@ -115,8 +120,6 @@ def _pareto(s: Section, profile: Profile) -> list[Card]:
 
 
 def _surfaces(s: Section, profile: Profile) -> list[Card]:
-    from residualquant.repro.traces import kept_trace, surface_table
-
     trace = kept_trace(profile.name)
     s.picture(s.label, profile.name)
     s.folded("The same in numbers", table_html(surface_table(trace, s.label), new_block="loop"))
@@ -124,10 +127,6 @@ def _surfaces(s: Section, profile: Profile) -> list[Card]:
 
 
 def _storage(s: Section, profile: Profile) -> list[Card]:
-    from residualquant.config import preset
-    from residualquant.layout import capacity_ratio, traffic_ratio
-    from residualquant.repro.storage import accesses_table, bytes_table, reads_table
-
     found = table("storage", profile)
     s.picture("storage", profile.name)
     s.table(table_html(bytes_table()), "One token and head, K or V, four loops, 128 channels.")
@@ -143,8 +142,6 @@ def _storage(s: Section, profile: Profile) -> list[Card]:
 
 
 def _made(s: Section, profile: Profile) -> list[Card]:
-    from residualquant.repro.provenance import provenance_table
-
     made = provenance_table(profile.name).T.reset_index()
     made.columns = ["field", *(f"records {i + 1}" for i in range(len(made.columns) - 1))]
     s.table(table_html(made))
@@ -209,10 +206,6 @@ def write_report(profile: str | Profile = "mini") -> Path:
         ValueError: an unknown profile.
         ResidualQuantError: the page could not be written; the one before is kept.
     """
-    import jinja2
-
-    from residualquant import __version__
-
     profile = profile_of(profile)
     sections, cards = [], []
     for label, (short, title, text, fill) in SECTIONS.items():

@@ -20,7 +20,7 @@ from residualquant.repro.tables import write_csv, write_table
 if TYPE_CHECKING:
     import pandas as pd
 
-ROTATIONS = ("hadamard", "oscar", "optr_h")
+COMPARED = ("hadamard", "oscar", "optr_h")
 BENCHMARK = "math500"  # whose stand-in's model and training problems are used
 MOST_TEXTS = 64
 COLUMNS = ("model", "rotation", "config", "reference", "layer", "loop_group", "of", "head", "error", "n", "split")
@@ -61,9 +61,9 @@ def _measure(profile: Profile, name: str) -> None:
     made_of = json.dumps([model.weights_hash, method_hash(), code, task, n, profile.device, profile.calibration])
     key = hashlib.sha256(made_of.encode()).hexdigest()[:12]
     file = paths.data_dir(profile.name) / f"{name}.csv"
-    if file.is_file() and file.read_text().split("\n", 2)[1].startswith(key):
+    if file.is_file() and file.read_text().partition("\n")[2].startswith(key):
         return
-    configs = [preset("INT2/4 g=32", rotation=rotation) for rotation in ROTATIONS]
+    configs = [preset("INT2/4 g=32", rotation=rotation) for rotation in COMPARED]
     learnt = [i for i, config in enumerate(configs) if config.rotation in CALIBRATED]
     where = paths.rotations_dir(profile.name)
     rotations = dict(zip(learnt, calibrated_many(model, [configs[i] for i in learnt], task, sizes, where)))
@@ -82,7 +82,7 @@ def rotations(profile: str | Profile = "mini", compute: bool = False) -> pd.Data
 
     profile = profile_of(profile)
     errors, rows = rotation_errors_of(profile, compute), []
-    for against, rotation in combinations(ROTATIONS, 2):
+    for against, rotation in combinations(COMPARED, 2):
         found = compare_rotations(errors, rotation, against)
         rows.append(
             {

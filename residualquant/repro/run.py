@@ -97,10 +97,10 @@ def reproduce(profile: str | Profile = "mini", fresh: bool = False, log: Log = p
             log(f"{profile.name} is up to date (finished {marker['finished']}); FRESH=1 computes it again")
             return
         profile.check()
-        anew = fresh or marker["state"] in ("never", "starting")
-        if anew:
+        has_run = marker["state"] in ("running", "finished")
+        if fresh or not has_run:
             remove_parts(profile)
-            started = _start_over(profile.name)
+            started = _start_over(profile.name, has_run)
             log(f"{profile.name}: computing everything anew ({profile.cost})")
         else:
             started = marker["started"]
@@ -135,20 +135,24 @@ def _is_up_to_date(marker: dict, now: str, profile: str) -> bool:
     return marker["state"] == "finished" and marker.get("fingerprint") == now and marker["outputs"] == _outputs(profile)
 
 
-def _start_over(profile: str) -> str:
-    """Set committed outputs aside (an earlier run's own are removed) and return the start time.
+def _start_over(profile: str, has_run: bool) -> str:
+    """Empty the profile's folder and return the start time.
 
-    Killed half way, the marker says "starting" and the next run goes through it again: what was moved stays moved.
+    What a run here made (``has_run``) is removed. What is committed, a run's results among it once they are, is set
+    aside instead of what was before. Killed meanwhile, the marker says "starting" and the next run moves the rest.
     """
     data, aside = paths.data_dir(profile), paths.committed_dir(profile)
-    _write_marker(profile, state="starting")
-    if aside.is_dir() and is_committed(data):  # an earlier run's results were committed since: they replace the old
-        shutil.rmtree(aside)
-    aside.mkdir(parents=True, exist_ok=True)
+    committed = is_committed(data)
+    ours = has_run and not committed
+    if not ours:
+        _write_marker(profile, state="starting")
+        if committed and aside.is_dir():
+            shutil.rmtree(aside)
+        aside.mkdir(parents=True, exist_ok=True)
     for item in sorted(data.iterdir()):
         if item.name.startswith("."):
             continue
-        if not (aside / item.name).exists():
+        if not ours and not (aside / item.name).exists():
             item.rename(aside / item.name)
         elif item.is_dir():
             shutil.rmtree(item)

@@ -133,9 +133,11 @@ def _wait_until_it_listens(server: Server) -> None:
         with contextlib.suppress(OSError):
             urllib.request.urlopen(f"{server.url}/health", timeout=5)
             return
-        if server.process.poll() is not None or time.monotonic() > limit:
+        ended = server.process.poll() is not None
+        if ended or time.monotonic() > limit:
+            what = "the server ended" if ended else f"the server does not listen after {START_SECONDS} s"
             said = server.log.read_text(errors="replace")[-2000:]
-            raise ResidualQuantError(f"no server after {START_SECONDS} s, or it ended; {show(server.log)} ends: {said}")
+            raise ResidualQuantError(f"{what}; {show(server.log)} ends: {said}")
         time.sleep(0.5)
 
 

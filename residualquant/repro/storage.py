@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING
 
 from residualquant import layout
 from residualquant.config import KVQuantConfig, preset
-from residualquant.repro.labels import lines
+from residualquant.repro.labels import HEAD_DIM, lines
 from residualquant.repro.paper import printed
 
 if TYPE_CHECKING:
     import pandas as pd
 
-OURO_DIM, HUGINN_DIM, HUGINN_LOOPS = 128, 96, 32
+OURO_DIM, HUGINN_DIM, HUGINN_LOOPS = HEAD_DIM["ouro"], HEAD_DIM["huginn"], 32
 COLUMNS = ["label", "where", "unit", "bits_per_loop", "group_sizes", "paper", "ours", "exact", "verdict"]
 # App. J: share of the tokens that keep 4, 3 and 2 loops of prefill K/V in the combination with FlashLoop.
 KEPT_LOOPS = {4: 0.10, 3: 0.15, 2: 0.75}
@@ -63,36 +63,28 @@ def _huginn_reads(reference: str) -> int:
     return HUGINN_LOOPS // 4 * layout.logical_reads(preset("INT2/4 g=32", reference=reference))
 
 
-def _claims() -> dict[str, tuple[Callable[[], float], KVQuantConfig | None, str]]:
-    int24, int2 = preset("INT2/4 g=32"), preset("INT2 g=32")
-    rows: dict[str, tuple[Callable[[], float], KVQuantConfig | None, str]] = {
-        "kv_storage_reduction_2224_g32": (lambda: _saved_pct(int24, OURO_DIM), int24, "KV bytes saved against BF16"),
-        "kv_footprint_ratio_2224_g32": (lambda: layout.capacity_ratio(int24, OURO_DIM), int24, "BF16 bytes / ours"),
-        "ls_coefficient_bits_ouro": (
-            lambda: int2.effective_bits(OURO_DIM) - preset("INT2 g=32", coefficient="unit").effective_bits(OURO_DIM),
-            int2,
-            "least-squares coefficients",
-        ),
-        "int4_anchor_extra_storage": (
-            lambda: 100 * (int24.effective_bits(OURO_DIM) / int2.effective_bits(OURO_DIM) - 1),
-            int24,
-            "extra bytes of an INT4 anchor",
-        ),
-        "logical_access_ratio_L4": (lambda: _access_ratio(4), None, "chained / shared reads, 4 loops"),
-        "logical_access_ratio_L32": (lambda: _access_ratio(32), None, "chained / shared reads, 32 loops"),
-        "huginn_accesses_chained": (lambda: _huginn_reads("previous"), None, "Huginn, eight groups of 4, chained"),
-        "huginn_accesses_shared": (lambda: _huginn_reads("last"), None, "Huginn, eight groups of 4, shared anchor"),
+def _claims() -> dict[str, tuple[float, KVQuantConfig | None, str]]:
+    """{claim: our value, the configuration it is of, what it says}."""
+    int24, int2, unit = preset("INT2/4 g=32"), preset("INT2 g=32"), preset("INT2 g=32", coefficient="unit")
+    bits24, bits2, bits_unit = (cfg.effective_bits(OURO_DIM) for cfg in (int24, int2, unit))
+    rows = {
+        "kv_storage_reduction_2224_g32": (_saved_pct(int24, OURO_DIM), int24, "KV bytes saved against BF16"),
+        "kv_footprint_ratio_2224_g32": (layout.capacity_ratio(int24, OURO_DIM), int24, "BF16 bytes / ours"),
+        "ls_coefficient_bits_ouro": (bits2 - bits_unit, int2, "least-squares coefficients"),
+        "int4_anchor_extra_storage": (100 * (bits24 / bits2 - 1), int24, "extra bytes of an INT4 anchor"),
+        "logical_access_ratio_L4": (_access_ratio(4), None, "chained / shared reads, 4 loops"),
+        "logical_access_ratio_L32": (_access_ratio(32), None, "chained / shared reads, 32 loops"),
+        "huginn_accesses_chained": (_huginn_reads("previous"), None, "Huginn, eight groups of 4, chained"),
+        "huginn_accesses_shared": (_huginn_reads("last"), None, "Huginn, eight groups of 4, shared anchor"),
     }
     for name, label in (("2222", "INT2"), ("2224", "INT2/4")):
         for g in (32, 16):
             cfg = preset(f"{label} g={g}")
             what = f"effective bits, [{','.join(name)}] g={g}, residual LS"
-            rows[f"effective_bits_residual_{name}_g{g}"] = (lambda c=cfg: c.effective_bits(OURO_DIM), cfg, what)
+            rows[f"effective_bits_residual_{name}_g{g}"] = cfg.effective_bits(OURO_DIM), cfg, what
     for g in (32, 16):
-        cfg = preset(f"INT2/4 g={g}", loops=16)
-        rows[f"huginn_16loop_g{g}_reduction"] = (
-            lambda c=cfg: _saved_pct(c, HUGINN_DIM), cfg, f"KV bytes saved, Huginn, 16-loop groups, g={g}",
-        )  # fmt: skip
+        cfg, what = preset(f"INT2/4 g={g}", loops=16), f"KV bytes saved, Huginn, 16-loop groups, g={g}"
+        rows[f"huginn_16loop_g{g}_reduction"] = _saved_pct(cfg, HUGINN_DIM), cfg, what
     return rows
 
 
@@ -102,7 +94,7 @@ def _claim_rows() -> Iterator[dict]:
         if line["claim"] in ours:
             value, cfg, label = ours[line["claim"]]
             place = line["where"] if line["where"] == "abstract" else f"{_place(line['where'])} {line['where']}"
-            yield _row(label, place, line["unit"], line["value"], float(value()), cfg)
+            yield _row(label, place, line["unit"], line["value"], float(value), cfg)
 
 
 def _place(where: str) -> str:

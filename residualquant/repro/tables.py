@@ -15,8 +15,9 @@ Wilson intervals (``stats.mean_interval``), its tests are z tests of the mean. A
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
+from functools import partial
 from typing import TYPE_CHECKING
 
 from residualquant.config import KVQuantConfig
@@ -24,7 +25,7 @@ from residualquant.layout import model_effective_bits
 from residualquant.models.base import KVShape
 from residualquant.repro import paths
 from residualquant.repro.cells import Cells, compute_cells, coverage, read_cells
-from residualquant.repro.labels import BF16, FAMILIES, LABELS, Line, direct_of, lines
+from residualquant.repro.labels import BF16, FAMILIES, HEAD_DIM, LABELS, Line, direct_of, lines
 from residualquant.repro.profiles import Place, Profile, profile_of
 from residualquant.repro.records import Cell
 from residualquant.repro.stats import Pair, mean_interval, paired_test, rounded_p, wilson
@@ -33,7 +34,6 @@ if TYPE_CHECKING:
     import pandas as pd
 
 NONE = float("nan")
-HEAD_DIM = {"ouro": 128, "huginn": 96}
 _WRITES = ContextVar("whether the table being made becomes a file, too", default=False)
 
 
@@ -101,18 +101,13 @@ def write_csv(label: str, made: pd.DataFrame, profile: Profile) -> None:
 # ------------------------------------------------------------------------------------------------ rows
 
 
-def place_of(profile: Profile, line: Line) -> Place:
-    """(family, task) on which the profile measures a line."""
-    return line.family, profile.task_for(line.benchmark)
-
-
 def pair_of(cells: Cells, place: Place, first: KVQuantConfig, second: KVQuantConfig) -> Pair:
     """The paired counts of two configurations on one task."""
     return Pair.of(cells[*place, first].correct, cells[*place, second].correct)
 
 
 def _p(profile: Profile, cells: Cells, group: Sequence[Line], other: KVQuantConfig | None) -> float:
-    config, places = group[0].config, [place_of(profile, line) for line in group]
+    config, places = group[0].config, [profile.place_of(line) for line in group]
     if other in (None, config) or any((*p, c) not in cells for p in places for c in (config, other)):
         return NONE
     return rounded_p(paired_test(*(pair_of(cells, place, config, other) for place in places)))
@@ -121,7 +116,7 @@ def _p(profile: Profile, cells: Cells, group: Sequence[Line], other: KVQuantConf
 def _row(profile: Profile, cells: Cells, group: Sequence[Line]) -> dict:
     """One row: a line, or the equal-weight mean of several lines of one configuration."""
     config, is_bf16 = group[0].config, group[0].config == BF16
-    found = [cells.get((*place_of(profile, line), config)) for line in group]
+    found = [cells.get((*profile.place_of(line), config)) for line in group]
     bits = [_bits(line, cell) for line, cell in zip(group, found)]
     paper = sum(line.paper_pct for line in group) / len(group)
     measured = _measured(found)
@@ -145,7 +140,7 @@ def _row(profile: Profile, cells: Cells, group: Sequence[Line]) -> dict:
 
 def _where(profile: Profile, group: Sequence[Line]) -> dict:
     if len(group) == 1:
-        place = place_of(profile, group[0])
+        place = profile.place_of(group[0])
         return {"model": profile.model_name(place), "benchmark": place[1], "stands_for": group[0].benchmark}
     families = list(dict.fromkeys(line.family for line in group))
     return {"model": families[0] if len(families) == 1 else "all", "benchmark": "mean", "stands_for": "mean"}
@@ -199,49 +194,28 @@ def table(
         raise ValueError(f"no table {label!r}; known: {', '.join(TABLES)}")
     told = _WRITES.set(compute if write is None else write)
     try:
-        if label in LABELS:
-            return accuracy_table(label, profile, compute)
-        return _MAKERS[label](profile_of(profile), compute)
+        return _makers()[label](profile_of(profile), compute)
     finally:
         _WRITES.reset(told)
 
 
-def _storage(profile: Profile, compute: bool) -> pd.DataFrame:
+def _makers() -> dict[str, Callable[[Profile, bool], pd.DataFrame]]:
+    """{label: what makes its table of a profile and ``compute``}; imported here, as it imports this module."""
+    from residualquant.repro import analyses, claims, rotations
     from residualquant.repro.storage import storage_table
 
-    return write_table("storage", storage_table(), profile)
+    return {
+        "storage": lambda profile, compute: write_table("storage", storage_table(), profile),
+        "table1": analyses.table1,
+        "figure3_middle": analyses.figure3_middle,
+        "figure3_right": analyses.figure3_right,
+        "rotations": rotations.rotations,
+        **{label: partial(accuracy_table, label) for label in LABELS},
+        "table2_mean": table2_mean,
+        "claims": claims.claims,
+    }
 
 
-def _claims(profile: Profile, compute: bool) -> pd.DataFrame:
-    from residualquant.repro.verdicts import claims
-
-    return claims(profile, compute)
-
-
-def _rotations(profile: Profile, compute: bool) -> pd.DataFrame:
-    from residualquant.repro.rotations import rotations
-
-    return rotations(profile, compute)
-
-
-def _analysis(label: str):
-    def make(profile: Profile, compute: bool) -> pd.DataFrame:
-        from residualquant.repro import analyses
-
-        return getattr(analyses, label)(profile, compute)
-
-    return make
-
-
-_MAKERS = {
-    "storage": _storage,
-    "table1": _analysis("table1"),
-    "figure3_middle": _analysis("figure3_middle"),
-    "figure3_right": _analysis("figure3_right"),
-    "rotations": _rotations,
-    "table2_mean": table2_mean,
-    "claims": _claims,
-}
 TABLES = (
     "storage", "table1", "figure3_middle", "figure3_right", "rotations", "table2", "table2_mean", *LABELS[1:], "claims"
 )  # fmt: skip

@@ -67,7 +67,7 @@ class Trace:
                 about = parse_json(file.metadata()["about"])
                 return cls(file.get_tensor("k").float(), **about)
         except FileNotFoundError as error:
-            raise ResidualQuantError(f"{show(Path(path))} is missing: run the profile first") from error
+            raise ResidualQuantError(f"{show(Path(path))} is missing: `make reproduce` makes it") from error
         except (SafetensorError, OSError, KeyError, TypeError, ValueError) as error:
             raise ResidualQuantError(f"{show(Path(path))} is truncated or not a trace: {error}") from error
 
@@ -87,8 +87,8 @@ def collect_trace(model: LoopedModel, ids: list[int], layer: int, head: int, pro
     return Trace(text.k[:, 0, head - 1].float().cpu(), layer, head, model.name, model.weights_hash, prompt)
 
 
-def problem_tokens(model: LoopedModel, task: str, index: int, preceding: int = 0, split: str = "train") -> list[int]:
-    """Token ids of a problem's prompt and solution, after those of the ``preceding`` problems before it.
+def problem_tokens(model: LoopedModel, task: str, index: int, preceding: int = 0) -> list[int]:
+    """Token ids of a training problem's prompt and solution, after those of the ``preceding`` problems before it.
 
     Raises:
         ValueError: more preceding problems than there are.
@@ -99,7 +99,7 @@ def problem_tokens(model: LoopedModel, task: str, index: int, preceding: int = 0
     if not 0 <= preceding <= index:
         raise ValueError(f"preceding must be between 0 and {index}, got {preceding}")
     between = tokenizer_of(model).encode("\n").ids
-    texts = training_texts(model, task, preceding + 1, index - preceding, split)
+    texts = training_texts(model, task, preceding + 1, index - preceding)
     return [i for text in texts[:-1] for i in text + between] + texts[-1]
 
 

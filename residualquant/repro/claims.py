@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 from residualquant.config import KVQuantConfig, preset
 from residualquant.errors import ResidualQuantError
 from residualquant.repro.cells import Cells, compute_cells, coverage, read_cells
-from residualquant.repro.labels import BF16, Line, coded, direct_of, lines, name_of
+from residualquant.repro.labels import BF16, FAMILIES, Line, coded, direct_of, lines, name_of
 from residualquant.repro.profiles import Profile, profile_of
 from residualquant.repro.stats import (
     MARGIN,
@@ -36,7 +36,7 @@ from residualquant.repro.stats import (
     rounded_p,
     tost,
 )
-from residualquant.repro.tables import NONE, pair_of, place_of, write_table
+from residualquant.repro.tables import NONE, pair_of, write_table
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -190,11 +190,11 @@ CLAIMS = (
 def claims(profile: str | Profile = "mini", compute: bool = False) -> pd.DataFrame:
     """Every claim, comparison by comparison and then as a whole.
 
-    Columns: claim (its number), text, comparison, kind, tasks, n, unit, first, second, difference, ci_low, ci_high (95
-    %: Agresti-Min for accuracies, bootstrap over problems in Table 1), test, p, p_holm, p_same (TOST, 3 points),
-    verdict, paper_difference. Accuracies and differences are equal-weight means over the tasks; McNemar's test pools
-    their problems. The row of a whole claim has "all" as its comparison; where a claim's results are missing its
-    verdict is "not measured", and ``test`` says what is missing.
+    Columns: claim (its number), text, family ("all", or the one it is judged on alone), comparison, kind, tasks, n,
+    unit, first, second, difference, ci_low, ci_high (95 %: Agresti-Min for accuracies, bootstrap over problems in
+    Table 1), test, p, p_holm, p_same (TOST, 3 points), verdict, paper_difference. Accuracies and differences are
+    equal-weight means over the tasks. The row of a whole claim has "all" as its comparison; where a claim's results are
+    missing its verdict is "not measured", and ``test`` says what is missing.
 
     Args:
         compute: first compute what is missing.
@@ -229,7 +229,7 @@ def _parts(claim: Claim) -> Iterator[tuple[str, Claim]]:
     """("all", the claim), then, where it is about several families of models, each with what is compared there."""
     yield "all", claim
     about = [(c, {line.family for line in _lines(c)}) for c in claim.comparisons if isinstance(c, Comparison)]
-    families = sorted(set().union(*(there for _, there in about)), reverse=True)
+    families = [family for family in FAMILIES if any(family in there for _, there in about)]
     if len(families) > 1:
         for family in families:
             yield family, replace(claim, comparisons=tuple(c for c, there in about if family in there))
@@ -251,14 +251,14 @@ def _judge(
     if isinstance(comparison, NmseComparison):
         return _judge_nmse(profile, comparison, compute)
     cells, wanted = read(comparison.label), _lines(comparison, family)
-    if any((*place_of(profile, line), line.config) not in cells for line in wanted):
+    if any((*profile.place_of(line), line.config) not in cells for line in wanted):
         return None
     return _judge_accuracy(profile, cells, comparison, wanted)
 
 
 def _judge_accuracy(profile: Profile, cells: Cells, comparison: Comparison, wanted: list[Line]) -> dict:
     first, second = comparison.first, comparison.second
-    places = list(dict.fromkeys(place_of(profile, line) for line in wanted))
+    places = list(dict.fromkeys(profile.place_of(line) for line in wanted))
     pairs = [pair_of(cells, place, first, second) for place in places]
     difference, low, high = paired_difference(*pairs)
     equal, better = paired_test(*pairs), comparison.kind == "better"
