@@ -10,7 +10,6 @@ from __future__ import annotations
 import csv
 import io
 import time
-from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -70,18 +69,18 @@ def read_timings(file: Path) -> list[dict[str, str]]:
 def model_time(profile: str) -> tuple[float, str] | None:
     """(seconds, machines) of all steps of the profile's committed run, one after the other.
 
-    The parts of a run that was split run at the same time on a CPU: the longest counts. On a GPU they take turns.
+    On a CPU the parts of a split run, whose shares are alike, run at the same time: their mean counts.
     """
     rows = read_timings(paths.shipped_records_dir(profile) / TIMING)
     if not rows:
         return None
-    alone, together = 0.0, Counter()
-    for row in rows:
-        if row["part"] and _ON_CPU in row["machine"]:
-            together[row["part"]] += float(row["seconds"])
-        else:
-            alone += float(row["seconds"])
-    return alone + max(together.values(), default=0.0), ", ".join(dict.fromkeys(row["machine"] for row in rows))
+    seconds = sum(float(row["seconds"]) / _at_a_time(row) for row in rows)
+    return seconds, ", ".join(dict.fromkeys(row["machine"] for row in rows))
+
+
+def _at_a_time(row: dict[str, str]) -> int:
+    """k of a part "iofk" on a CPU; else 1."""
+    return int(row["part"].split("of")[1]) if row["part"] and _ON_CPU in row["machine"] else 1
 
 
 def machine_of(made: dict) -> str:

@@ -159,8 +159,8 @@ def profiles_block() -> str:
             }
         )
     told = (
-        "Model time is that of calibrating and decoding (`data/<profile>/records/timing.csv`), processes that "
-        "share a GPU one after the other, of those that share a CPU the longest."
+        "Model time is that of calibrating and decoding (`data/<profile>/records/timing.csv`), the processes that "
+        "share a GPU one after the other, of those that share a CPU the mean."
     )
     found = pd.DataFrame(rows)
     found = found.loc[:, found.ne("–").any()]  # without the columns in which nothing was measured
