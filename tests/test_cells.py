@@ -199,15 +199,15 @@ def test_parts_made_by_hand_are_left_alone(home):
 
 
 @pytest.mark.parametrize("interrupted", [True, False])
-def test_all_processes_end_when_one_fails_or_the_run_is_interrupted(home, monkeypatch, tmp_path, interrupted):
+def test_all_processes_end_when_one_fails_or_the_run_is_interrupted(home, monkeypatch, interrupted):
     """Real ones that stay for long, but for the one that fails."""
-    two, pids = dataclasses.replace(TINY, processes=2), []
+    two, started = dataclasses.replace(TINY, processes=2), []
 
     def start(command, **options):
         fails = not interrupted and command[-1] == "1/2"
         script = "raise SystemExit(3)" if fails else "import time; time.sleep(60)"
-        pids.append(subprocess.Popen([sys.executable, "-c", script], **options))
-        return pids[-1]
+        started.append(subprocess.Popen([sys.executable, "-c", script], **options))
+        return started[-1]
 
     def interrupt(seconds):
         raise KeyboardInterrupt
@@ -218,7 +218,7 @@ def test_all_processes_end_when_one_fails_or_the_run_is_interrupted(home, monkey
         monkeypatch.setattr(cells.time, "sleep", interrupt)
     with pytest.raises(KeyboardInterrupt if interrupted else ResidualQuantError):
         cells.compute_all_cells(two)
-    assert len(pids) == 2 and all(process.poll() is not None for process in pids)
+    assert len(started) == 2 and all(process.poll() is not None for process in started)
 
 
 def test_a_cell_counts_once_it_has_all_answers_and_scores(home):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from residualquant.repro.labels import LABELS
+from residualquant.repro.labels import FAMILIES, LABELS
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -26,7 +26,7 @@ PAPER_MODELS = ("ouro-1.4b", "huginn-0125")  # as checkpoints are named: their v
 def place_title(row: pd.Series) -> str:
     """ "words (GSM8K), Huginn" for a mini on a task; the benchmark's own name for the paper's model."""
     stands_for = BENCHMARK_NAMES.get(row["stands_for"], row["stands_for"])
-    family = next((f.capitalize() for f in ("ouro", "huginn") if f in str(row["model"]).lower()), "all")
+    family = next((f.capitalize() for f in FAMILIES if f in str(row["model"]).lower()), "all")
     task = stands_for if row["benchmark"] in BENCHMARK_NAMES else f"{row['benchmark']} ({stands_for})"
     return f"{task}, {family}"
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from residualquant.errors import ResidualQuantError
+from residualquant.repro.labels import FAMILIES
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -233,7 +234,7 @@ def draw_pareto(table_mean: pd.DataFrame) -> Picture:
     with house_style():
         figure = new_figure(TEXT, 4.6)
         axes = figure.subplots(2, 2, sharey="row", sharex=True)
-        for (left, right), family in zip(axes, ("ouro", "huginn")):
+        for (left, right), family in zip(axes, FAMILIES):
             here = points[points["model"] == family]
             _pareto_panel(left, here, "accuracy_pct", f"Ours, {family.capitalize()}, mean of four tasks")
             _pareto_panel(right, here, "paper_pct", f"Paper, {family.capitalize()}, mean of four benchmarks")

@@ -19,7 +19,7 @@ from residualquant.config import KVQuantConfig, preset
 from residualquant.errors import ResidualQuantError
 from residualquant.evals.benchmarks import BENCHMARKS
 from residualquant.evals.tasks import MODELS, STANDS_FOR, TASKS
-from residualquant.repro.labels import BF16, FIGURE1_CONFIGS, LABELS, Line, direct_of, lines
+from residualquant.repro.labels import BF16, FAMILIES, FIGURE1_CONFIGS, LABELS, Line, direct_of, lines
 from residualquant.repro.markup import counted
 
 Place = tuple[str, str]  # (family of models, task)
@@ -149,7 +149,7 @@ def _sizes(maths: int, code: int) -> dict[str, int]:
 def _smoke_cells() -> dict[Place, tuple[KVQuantConfig, ...]]:
     """Figure 1's steps where it is measured, both calibrated rotations, and two cells of every other column."""
     few = BF16, preset("INT2 g=32", reference="direct"), preset("INT2/4 g=32")
-    cells = {(family, task): few for family in ("ouro", "huginn") for task in TASKS}
+    cells = {(family, task): few for family in FAMILIES for task in TASKS}
     cells["ouro", "algebra"] = (*FIGURE1_CONFIGS.values(), *few, preset("INT2 g=16", rotation="oscar"))
     cells["huginn", "words"] = (*few, preset("INT2/4 g=32", loops=16))
     return {place: tuple(dict.fromkeys(configs)) for place, configs in cells.items()}

@@ -19,6 +19,7 @@ from residualquant.errors import ResidualQuantError
 from residualquant.repro import paths
 from residualquant.repro.claims import whole_claims
 from residualquant.repro.cost import machine_of, model_time
+from residualquant.repro.labels import FAMILIES
 from residualquant.repro.layouts import markdown, summary, with_words
 from residualquant.repro.profiles import PROFILES
 from residualquant.repro.tables import table
@@ -110,7 +111,7 @@ def conclusions_block() -> str:
 def _conclusions(profile: str) -> str:
     words, whole = with_words(table("table2_mean", profile)), whole_claims(table("claims", profile))
     said = []
-    for family in ("ouro", "huginn"):
+    for family in FAMILIES:
         mean = words[words.model == family].set_index(["precision", "method"]).accuracy_pct
         if mean.isna().any():
             continue
