@@ -37,7 +37,7 @@ from residualquant.kernels.checks import (
 )
 from residualquant.kernels.pack_kv import rotation_of
 from residualquant.kernels.pack_kv_cuda import head_stride
-from residualquant.kernels.triton_common import chain, check_device, rebuild, times_matrix
+from residualquant.kernels.triton_common import MAGIC, chain, check_device, load_mean, octet_order, rebuild, times_matrix
 from residualquant.kernels.tuning import tuned
 from residualquant.layout import PageLayout, loop_bytes, loops_read
 from residualquant.pages import read_pages
@@ -89,7 +89,7 @@ def prefill_attention_kernel(
     out, q, k, v, words, block_table, query_start, seq_lens, k_matrix, v_matrix, k_means, scale,
     out_token_stride, out_head_stride, q_token_stride, q_head_stride,
     k_token_stride, k_head_stride, v_token_stride, v_head_stride, k_matrix_stride, v_matrix_stride,
-    block_stride, page_head_stride, table_stride, k_start, v_start,
+    block_stride, page_head_stride, table_stride, k_start, v_start, magic,
     CHAIN: tl.constexpr, ALPHA: tl.constexpr, R: tl.constexpr, S: tl.constexpr,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
@@ -114,27 +114,38 @@ def prefill_attention_kernel(
     query_head = head * R + row % R
     at = (begin + token) * q_token_stride + query_head * q_head_stride
     query = tl.load(q + at[:, None] + channel[None, :], mask=asked, other=0.0)
+    at = (begin + token) * out_token_stride + query_head * out_head_stride
     exponent = scale * 1.4426950408889634  # of 2 instead of e
 
     largest = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     if past > 0:
-        turned = _turn(query, k_matrix, head * k_matrix_stride, D, False)
-        pages = words + head * page_head_stride
+        turned = _turn(query, k_matrix, head * k_matrix_stride, D, False) * exponent
+        shift = tl.zeros([BLOCK_M], tl.float32)
+        if k_means is not None:
+            shift = tl.sum(turned * load_mean(k_means, CHAIN[-1][0], head, channel, D)[None, :], 1)
+        place = (out + at[:, None] + channel[None, :]).to(tl.pointer_type(tl.float16), bitcast=True)
+        tl.store(place, turned.to(tl.float16), mask=asked)
+        tl.debug_barrier()
+        mixed = octet_order(channel)
+        place = (out + at[:, None] + mixed[None, :]).to(tl.pointer_type(tl.float16), bitcast=True)
+        turned = tl.load(place, mask=asked, other=0.0)
+        pages = words + head * (page_head_stride * 8)
         table = block_table + sequence * table_stride
         largest, total, acc = _attend_past(
-            turned, largest, total, acc, pages, table, past, exponent, k_means, head,
-            block_stride, k_start, v_start, CHAIN, ALPHA, S, D, BLOCK_N,
+            turned, largest, total, acc, pages, table, past, k_means, head,
+            block_stride, k_start, v_start, magic, CHAIN, ALPHA, S, D, BLOCK_N,
         )  # fmt: skip
-        acc = _turn(acc / total[:, None], v_matrix, head * v_matrix_stride, D, True) * total[:, None]
+        acc = tl.reshape(tl.permute(tl.reshape(acc / total[:, None], [BLOCK_M, BLOCK_D // 8, 4, 2]), (0, 1, 3, 2)), acc.shape)
+        acc = _turn(acc, v_matrix, head * v_matrix_stride, D, True) * total[:, None]
+        largest += shift
     k += begin * k_token_stride + head * k_head_stride
     v += begin * v_token_stride + head * v_head_stride
     end = tl.minimum(first + BLOCK_M // R, queries)
     largest, total, acc = _attend_present(
         query, token, largest, total, acc, k, v, end, exponent, k_token_stride, v_token_stride, D, BLOCK_N
     )
-    at = (begin + token) * out_token_stride + query_head * out_head_stride
     acc = acc / total[:, None]
     tl.store(out + at[:, None] + channel[None, :], acc.to(out.dtype.element_ty), mask=asked)
 
@@ -149,20 +160,21 @@ def _turn(x, matrix, begin, D: tl.constexpr, TRANSPOSED: tl.constexpr):
 
 @triton.jit
 def _attend_past(
-    query, largest, total, acc, pages, table, past, exponent, k_means, head, block_stride, k_start, v_start,
+    query, largest, total, acc, pages, table, past, k_means, head, block_stride, k_start, v_start, magic,
     CHAIN: tl.constexpr, ALPHA: tl.constexpr, S: tl.constexpr, D: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """The online softmax over all packed tokens of the sequence, in the rotated space."""
     W: tl.constexpr = query.shape[1]
-    query = query.to(tl.float16)
     for start in range(0, past, BLOCK_N):
         t = start + tl.arange(0, BLOCK_N)
         inside = t < past
-        page = pages + tl.load(table + t // S, mask=inside, other=0).to(tl.int64) * block_stride
-        keys = _to_fp16(rebuild(page + k_start, t % S, inside, k_means, head, 0, CHAIN, ALPHA, D, W))
-        scores = tl.where(inside[None, :], tl.dot(query, tl.trans(keys)) * exponent, float("-inf"))
+        known = tl.minimum(t, past - 1)
+        at = known % S
+        page = pages + tl.load(table + known // S).to(tl.int64) * (block_stride * 8)
+        keys = rebuild(page + k_start * 8, at, k_means, head, magic, 0, CHAIN, ALPHA, D, W, tl.float16)
+        scores = tl.where(inside[None, :], tl.dot(query, tl.trans(keys)), float("-inf"))
         weights, largest, total, acc = _weigh(scores, largest, total, acc)
-        values = _to_fp16(rebuild(page + v_start, t % S, inside, None, head, 1, CHAIN, ALPHA, D, W))
+        values = rebuild(page + v_start * 8, at, None, head, magic, 1, CHAIN, ALPHA, D, W, tl.float16)
         acc = tl.dot(weights.to(tl.float16), values, acc)
     return largest, total, acc
 
@@ -173,7 +185,7 @@ def _attend_present(
 ):  # fmt: skip
     """The online softmax over this step's tokens before ``end``, causal, in the original space."""
     channel = tl.arange(0, query.shape[1])[None, :]
-    for start in range(0, end, BLOCK_N):
+    for start in tl.range(0, end, BLOCK_N, num_stages=1):
         t = start + tl.arange(0, BLOCK_N)
         inside = (t < end)[:, None] & (channel < D)
         keys = tl.load(k + t[:, None].to(tl.int64) * k_stride + channel, mask=inside, other=0.0)
@@ -192,11 +204,6 @@ def _weigh(scores, largest, total, acc):
     weights = tl.exp2(scores - larger[:, None])
     shrink = tl.exp2(largest - larger)
     return weights, larger, total * shrink + tl.sum(weights, 1), acc * shrink[:, None]
-
-
-@triton.jit
-def _to_fp16(z):
-    return tl.minimum(tl.maximum(z, -65504.0), 65504.0).to(tl.float16)
 
 
 def prefill_attention(
@@ -254,8 +261,8 @@ def prefill_attention(
     prefill_attention_kernel[(blocks, heads, len(seq_lens))](
         out, q, k, v, words, block_table, query_start, seq_lens, k_matrix, v_matrix, k_means, scale,
         *(stride for tensor in (out, q, k, v) for stride in tensor.stride()[:2]),
-        head_stride(k_matrix), head_stride(v_matrix), *words.stride()[:2], block_table.stride(0),
-        *(layout.planes_of(kv, group)[0].offset // 2 for kv in "kv"),
+        head_stride(k_matrix), head_stride(v_matrix), *(stride // 8 for stride in words.stride()[:2]), block_table.stride(0),
+        *(layout.planes_of(kv, group)[0].offset // 16 for kv in "kv"), MAGIC,
         **chain(layout, loop), R=repeat, S=layout.page_tokens,
         D=head_dim, BLOCK_D=triton.next_power_of_2(head_dim), **parameters,
     )  # fmt: skip

@@ -80,79 +80,160 @@ def _beside(a, b):
 
 
 @triton.jit
-def rebuild(
-    page, t, inside, means, head, INTERLEAVED: tl.constexpr,
-    CHAIN: tl.constexpr, ALPHA: tl.constexpr, D: tl.constexpr, W: tl.constexpr,
-):  # fmt: skip
-    """Zhat of tokens t of their pages, [N, W] fp32; 0 (or the means) for those not inside.
+def octet_order(i):
+    """The channel at place i of what :func:`rebuild` returns: in every octet the two halves take turns, 0 4 1 5 2 6 3 7."""
+    return i // 8 * 8 + i % 8 // 2 + i % 2 * 4
 
-    ``page`` points to the first 16-bit word of K or V of each token's page; CHAIN and ALPHA are those of :func:`chain`.
+
+@triton.jit
+def rebuild(
+    page, t, means, head, magic, INTERLEAVED: tl.constexpr, CHAIN: tl.constexpr, ALPHA: tl.constexpr,
+    D: tl.constexpr, W: tl.constexpr, TYPE: tl.constexpr,
+):  # fmt: skip
+    """Zhat of tokens t of their pages, but for the last loop's mean: [N, W] of TYPE, channels as in ``octet_order``.
+
+    A thread has whole octets of channels, and which of them is next to which costs nothing: two channels of an octet lie
+    in the halves of one word from the codes to the end, so in FP16 they are worked on together.
+
+    Args:
+        page: of each token, its first 16-bit word of K or V; every page starts at a multiple of 16 bytes.
+        means: [loops, heads, D], or none.
+        magic: MAGIC.
+        CHAIN, ALPHA: those of :func:`chain`.
     """
-    z = tl.zeros([t.shape[0], W], tl.float32)
-    for i in tl.static_range(len(CHAIN)):
+    N: tl.constexpr = t.shape[0]
+    weight = tl.full([N], 1.0, tl.float32)
+    base = tl.zeros([N, W // 8], tl.float32)
+    weights, scales = (), ()
+    for i in tl.static_range(len(CHAIN) - 1, -1, -1):
+        scale, offset = _metadata(page, t, CHAIN[i][4], CHAIN[i][2], D, W)
+        base += weight[:, None] * offset
+        weights = (weight,) + weights
+        scales = (_narrow(weight[:, None] * scale, len(CHAIN), CHAIN[i][1], TYPE)[:, :, None],) + scales
         if i > 0 and ALPHA:
-            alpha = _load_words(page, t, inside, 0, CHAIN[i][5], 1, 0, 1)
-            z *= (alpha << 16).to(tl.float32, bitcast=True)
-        if CHAIN[i][1] > 0:
-            codes = _load_codes(page, t, inside, INTERLEAVED, CHAIN[i][3], CHAIN[i][1], D, W)
-            z += _dequantize(page, t, inside, codes, CHAIN[i][4], CHAIN[i][2], D)
-        if means is not None:
-            channel = tl.arange(0, W)
-            mean = means + (CHAIN[i][0] * tl.num_programs(1) + head) * D + channel
-            z += tl.load(mean, mask=channel < D, other=0.0)[None, :]
+            alpha = tl.load(page + CHAIN[i][5] + t).to(tl.int32) << 16
+            weight *= alpha.to(tl.float32, bitcast=True)
+    z = tl.broadcast_to(_narrow(base, len(CHAIN), 0, TYPE)[:, :, None], [N, W // 8, 2])
+    z = (z, z, z, z)
+    for i in tl.static_range(len(CHAIN)):
+        if CHAIN[i][1] == 3:  # a plane of the low two bits, then one of the high bit, of the same token
+            low = _load_pairs(page + CHAIN[i][3], t, INTERLEAVED, 3 * D // 16, 2, D, W)
+            high = _load_pairs(page + CHAIN[i][3], t, INTERLEAVED, 3 * D // 16, 1, D, W)
+            z = _add_codes(_add_codes(z, scales[i], low, magic, 2), scales[i] * 4.0, high, magic, 1)
+        elif CHAIN[i][1] > 0:
+            pairs = _load_pairs(page + CHAIN[i][3], t, INTERLEAVED, CHAIN[i][1] * D // 16, CHAIN[i][1], D, W)
+            z = _add_codes(z, scales[i], pairs, magic, CHAIN[i][1])
+    z = tl.permute(tl.join(tl.join(z[0], z[2]), tl.join(z[1], z[3])), (0, 1, 3, 4, 2))
+    z = tl.reshape(z, [N, W])
+    if means is not None:
+        channel = octet_order(tl.arange(0, W))
+        for i in tl.static_range(len(CHAIN) - 1):
+            mean = load_mean(means, CHAIN[i][0], head, channel, D).to(TYPE)
+            z = tl.fma(weights[i].to(TYPE)[:, None], mean[None, :], z)
     return z
 
 
 @triton.jit
-def _dequantize(page, t, inside, codes, FIRST: tl.constexpr, G: tl.constexpr, D: tl.constexpr):
-    """``offset + scale * code`` of codes [N, W], by the metadata plane from word FIRST (Sec. 2.1)."""
-    N: tl.constexpr = codes.shape[0]
-    W: tl.constexpr = codes.shape[1]
-    metadata = _load_words(page, t, inside, 0, FIRST, D // G, 0, W // G)
-    scale = e4m3_value(metadata & 0xFF)[:, :, None]
-    offset = e4m3_value(metadata >> 8)[:, :, None]
-    return tl.reshape(offset + scale * tl.reshape(codes.to(tl.float32), [N, W // G, G]), [N, W])
+def load_mean(means, loop, head, channel, D: tl.constexpr):
+    """The means of channels of a loop and head, 0 for those from D on."""
+    return tl.load(means + (loop * tl.num_programs(1) + head) * D + channel, mask=channel < D, other=0.0)
 
 
 @triton.jit
-def e4m3_value(code):
-    """The value of FP8 e4m3fn bits: those of an FP16 number 2^8 times smaller, shifted by its three mantissa bits."""
-    half = ((code & 0x7F) << 7) | ((code & 0x80) << 8)
-    return half.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32) * 256.0
+def _narrow(x, PARTS: tl.constexpr, BITS: tl.constexpr, TYPE: tl.constexpr):
+    """x as TYPE; in FP16 so bounded that PARTS times x times a code, and another such base, stay finite."""
+    if TYPE == tl.float16:
+        LIMIT: tl.constexpr = 65504.0 / (PARTS + 1) / 2**BITS
+        x = tl.clamp(x, -LIMIT, LIMIT)
+    return x.to(TYPE)
 
 
 @triton.jit
-def _load_codes(
-    page, t, inside, interleaved: tl.constexpr,
-    FIRST: tl.constexpr, BITS: tl.constexpr, D: tl.constexpr, W: tl.constexpr,
-):  # fmt: skip
-    """Codes of BITS bits of tokens t of their pages, [N, W] int32."""
-    if BITS == 3:
-        low = _load_words(page, t, inside, interleaved, FIRST, 3 * D // 16, 0, W // 8)
-        high = _load_words(page, t, inside, interleaved, FIRST, 3 * D // 16, D // 8, W // 16)
-        codes = _unpack(low, 2) | (_unpack(high, 1) << 2)
-    else:
-        codes = _unpack(_load_words(page, t, inside, interleaved, FIRST, BITS * D // 16, 0, BITS * W // 16), BITS)
-    return codes
+def _metadata(page, t, FIRST: tl.constexpr, G: tl.constexpr, D: tl.constexpr, W: tl.constexpr):
+    """Scales and offsets (Sec. 2.1) of every octet, [N, W / 8] fp32, by the metadata plane from word FIRST.
 
-
-@triton.jit
-def _unpack(words, BITS: tl.constexpr):
-    """The inverse of the writer's packing: [N, W b / 16] words to codes [N, W]."""
-    PER_WORD: tl.constexpr = 16 // BITS
-    parts = words[:, :, None] >> (tl.arange(0, PER_WORD) * BITS)[None, None, :]
-    return tl.reshape(parts & (2**BITS - 1), [words.shape[0], words.shape[1] * PER_WORD])
-
-
-@triton.jit
-def _load_words(
-    page, t, inside, interleaved: tl.constexpr,
-    FIRST: tl.constexpr, TOKEN: tl.constexpr, BEGIN: tl.constexpr, COUNT: tl.constexpr,
-):  # fmt: skip
-    """COUNT words from BEGIN of each token, of TOKEN words, in the plane from word FIRST: [N, COUNT] int32, unsigned.
-
-    Words past the token's last belong to channels that are padding: they are read as 0.
+    The bits of an e4m3 number are those of an FP32 number 2^120 times smaller, shifted by 20.  No scale is negative.
     """
-    word = BEGIN + tl.arange(0, COUNT)
-    at = page[:, None] + FIRST + word_offsets(t[:, None], word[None, :], interleaved, TOKEN)
-    return tl.load(at, mask=inside[:, None] & (word < TOKEN)[None, :], other=0).to(tl.int32) & 0xFFFF
+    if G > 0:
+        group = tl.arange(0, W // G)[None, :]
+        at = page[:, None] + FIRST + t[:, None] * (D // G) + group
+        word = (tl.load(at, mask=group < D // G, other=0) if W > D else tl.load(at)).to(tl.int32)
+        scale = ((word << 20) & 0x7F00000).to(tl.float32, bitcast=True)
+        offset = (((word << 12) & 0x7F00000) | ((word << 16) & -0x80000000)).to(tl.float32, bitcast=True)
+        scale, offset = _per_octet(scale * 2.0**120, G, W), _per_octet(offset * 2.0**120, G, W)
+    else:
+        scale = tl.zeros([t.shape[0], W // 8], tl.float32)
+        offset = scale
+    return scale, offset
+
+
+@triton.jit
+def _per_octet(x, G: tl.constexpr, W: tl.constexpr):
+    return tl.reshape(tl.broadcast_to(x[:, :, None], [x.shape[0], W // G, G // 8]), [x.shape[0], W // 8])
+
+
+@triton.constexpr_function
+def _pointer_to(words):
+    return tl.pointer_type({1: tl.int16, 2: tl.int32, 4: tl.int64}[words])
+
+
+@triton.jit
+def _load_pairs(
+    plane, t, INTERLEAVED: tl.constexpr, TOKEN: tl.constexpr, BITS: tl.constexpr, D: tl.constexpr, W: tl.constexpr
+):
+    """Codes of BITS bits of every octet: [N, W / 8] int32, one or (8 bits) two.
+
+    The low half of a word, or of the first, then the second, holds channels 0 to 3 of the octet, the high half 4 to 7.
+    Of 3-bit codes, BITS are those of one of their planes.
+    """
+    octet = tl.arange(0, W // 8)[None, :]
+    plane, t = plane[:, None], t[:, None]
+    if BITS == 1:  # half a word
+        word = TOKEN - D // 16 + octet // 2
+        at = plane + word_offsets(t, word, INTERLEAVED, TOKEN)
+        byte = (tl.load(at, mask=octet < D // 8, other=0) if W > D else tl.load(at)).to(tl.int32) >> octet % 2 * 8
+        pairs = (_pair(byte, byte >> 4),)
+    else:
+        STEP: tl.constexpr = 1 + INTERLEAVED  # words from one to the next of a token
+        WORDS: tl.constexpr = min(BITS // 2 * STEP, 4)  # of a load: of the token, and of the other one of its pair
+        LOADS: tl.constexpr = BITS // 2 * STEP // WORDS
+        words = ()
+        plane = (plane + (t // STEP) * (STEP * TOKEN)).to(_pointer_to(WORDS), bitcast=True) + octet * LOADS
+        for i in tl.static_range(LOADS):
+            read = tl.load(plane + i, mask=octet < D // 8, other=0) if W > D else tl.load(plane + i)
+            for j in tl.static_range(0, WORDS, STEP):
+                word = (read >> (16 * j)).to(tl.int32)
+                words += (word >> (t % STEP * 16),)
+        if BITS == 2:
+            pairs = (_pair(words[0], words[0] >> 8),)
+        elif BITS == 4:
+            pairs = (_pair(words[0], words[1]),)
+        else:
+            pairs = (_pair(words[0], words[2]), _pair(words[1], words[3]))
+    return pairs
+
+
+@triton.jit
+def _pair(low, high):
+    return (low & 0xFFFF) | (high << 16)
+
+
+MAGIC = 0x64006400  # an argument, not a constant: the compiler then masks a code and puts it in place at once
+
+
+@triton.jit
+def _add_codes(z, scale, pairs, magic, BITS: tl.constexpr):
+    """z + scale * code for the four pairs of channels of every octet, each [N, W / 8, 2]."""
+    more = ()
+    for i in tl.static_range(4):
+        more += (tl.fma(scale, _codes(pairs[i * BITS // 16], magic, i * BITS % 16, BITS).to(scale.dtype), z[i]),)
+    return more
+
+
+@triton.jit
+def _codes(pair, magic, FIRST: tl.constexpr, BITS: tl.constexpr):
+    """The codes from bit FIRST of the halves of a word, [N, W / 8, 2] fp16: exactly, as the last bits of 2^(10 - SHIFT)."""
+    SHIFT: tl.constexpr = FIRST % 8
+    pair = (pair >> (FIRST - SHIFT)) & (((2**BITS - 1) << SHIFT) * 0x10001) | (magic - (SHIFT << 10) * 0x10001)
+    codes = tl.join(pair.to(tl.int16), (pair >> 16).to(tl.int16))
+    return codes.to(tl.float16, bitcast=True) - 2.0 ** (10 - SHIFT)
