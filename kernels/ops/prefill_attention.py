@@ -11,8 +11,8 @@ read tile by tile and rebuilt in registers, loop by loop along the chain of refe
 Both parts share one running maximum and sum, so turning the accumulator once between them is the whole merge.
 
 Roofline: a tile of past tokens costs 114 bytes per token and head (INT2/4 g=32, a residual loop, D = 128) and about
-15 instructions per value to rebuild, shared by all rows of a program.  With 64 rows the two products are 4 x 64 x D
-operations per token: matrix units and rebuilding take turns, traffic is below both.
+5 instructions per value to rebuild, shared by all rows of a program: with 128 rows a third of all instructions, with
+the two products and the softmax beside them.  Traffic is far below both (kernels/NOTES.md counts).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from residualquant.kernels.checks import (
 )
 from residualquant.kernels.pack_kv import rotation_of
 from residualquant.kernels.pack_kv_cuda import head_stride
-from residualquant.kernels.triton_common import MAGIC, chain, check_device, load_mean, octet_order, rebuild, times_matrix
+from residualquant.kernels.triton_common import MAGIC, chain, check_device, load_mean, natural_order, octet_order, rebuild, times_matrix
 from residualquant.kernels.tuning import tuned
 from residualquant.layout import PageLayout, loop_bytes, loops_read
 from residualquant.pages import read_pages
@@ -96,7 +96,8 @@ def prefill_attention_kernel(
     """BLOCK_M rows of one sequence and KV head; row m is query head ``m mod R`` of query token ``m // R``.
 
     CHAIN holds, for each loop from the anchor to the one asked for: loop, bits, group size, and the first word of its
-    codes, metadata and alpha, counted from the start of K or V.
+    codes, metadata and alpha, counted from the start of K or V.  Strides of pages, k_start and v_start are in units of
+    8 words, so that it is known how pages are aligned.
     """
     head = tl.program_id(1).to(tl.int64)
     sequence = tl.program_id(2).to(tl.int64)
@@ -122,22 +123,17 @@ def prefill_attention_kernel(
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     if past > 0:
         turned = _turn(query, k_matrix, head * k_matrix_stride, D, False) * exponent
-        shift = tl.zeros([BLOCK_M], tl.float32)
+        shift = tl.zeros([BLOCK_M], tl.float32)  # what the last loop's mean adds to all scores of a query
         if k_means is not None:
             shift = tl.sum(turned * load_mean(k_means, CHAIN[-1][0], head, channel, D)[None, :], 1)
-        place = (out + at[:, None] + channel[None, :]).to(tl.pointer_type(tl.float16), bitcast=True)
-        tl.store(place, turned.to(tl.float16), mask=asked)
-        tl.debug_barrier()
-        mixed = octet_order(channel)
-        place = (out + at[:, None] + mixed[None, :]).to(tl.pointer_type(tl.float16), bitcast=True)
-        turned = tl.load(place, mask=asked, other=0.0)
+        turned = _through_memory(turned, out + at[:, None], asked)
         pages = words + head * (page_head_stride * 8)
         table = block_table + sequence * table_stride
         largest, total, acc = _attend_past(
             turned, largest, total, acc, pages, table, past, k_means, head,
             block_stride, k_start, v_start, magic, CHAIN, ALPHA, S, D, BLOCK_N,
         )  # fmt: skip
-        acc = tl.reshape(tl.permute(tl.reshape(acc / total[:, None], [BLOCK_M, BLOCK_D // 8, 4, 2]), (0, 1, 3, 2)), acc.shape)
+        acc = natural_order(acc / total[:, None])
         acc = _turn(acc, v_matrix, head * v_matrix_stride, D, True) * total[:, None]
         largest += shift
     k += begin * k_token_stride + head * k_head_stride
@@ -159,22 +155,35 @@ def _turn(x, matrix, begin, D: tl.constexpr, TRANSPOSED: tl.constexpr):
 
 
 @triton.jit
+def _through_memory(x, rows, asked):
+    """x [M, W] as FP16 in ``octet_order``, written to the output's rows and read again.
+
+    What was read from memory, and not computed, is an operand of products in shared memory, not in registers.
+    """
+    channel = tl.arange(0, x.shape[1])[None, :]
+    tl.store((rows + channel).to(tl.pointer_type(tl.float16), bitcast=True), x.to(tl.float16), mask=asked)
+    tl.debug_barrier()
+    at = (rows + octet_order(channel)).to(tl.pointer_type(tl.float16), bitcast=True)
+    return tl.load(at, mask=asked, other=0.0)
+
+
+@triton.jit
 def _attend_past(
     query, largest, total, acc, pages, table, past, k_means, head, block_stride, k_start, v_start, magic,
     CHAIN: tl.constexpr, ALPHA: tl.constexpr, S: tl.constexpr, D: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """The online softmax over all packed tokens of the sequence, in the rotated space."""
+    """The online softmax over all packed tokens of the sequence: query, turned and times the scale in log2, and acc in
+    the rotated space and ``octet_order``, scores without what the last loop's mean adds."""
     W: tl.constexpr = query.shape[1]
     for start in range(0, past, BLOCK_N):
         t = start + tl.arange(0, BLOCK_N)
         inside = t < past
-        known = tl.minimum(t, past - 1)
-        at = known % S
+        known = tl.minimum(t, past - 1)  # there is no need to ask again which token is one
         page = pages + tl.load(table + known // S).to(tl.int64) * (block_stride * 8)
-        keys = rebuild(page + k_start * 8, at, k_means, head, magic, 0, CHAIN, ALPHA, D, W, tl.float16)
+        keys = rebuild(page + k_start * 8, known % S, k_means, head, magic, 0, CHAIN, ALPHA, D, W, tl.float16)
         scores = tl.where(inside[None, :], tl.dot(query, tl.trans(keys)), float("-inf"))
         weights, largest, total, acc = _weigh(scores, largest, total, acc)
-        values = rebuild(page + v_start * 8, at, None, head, magic, 1, CHAIN, ALPHA, D, W, tl.float16)
+        values = rebuild(page + v_start * 8, known % S, None, head, magic, 1, CHAIN, ALPHA, D, W, tl.float16)
         acc = tl.dot(weights.to(tl.float16), values, acc)
     return largest, total, acc
 

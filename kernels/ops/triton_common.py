@@ -79,10 +79,21 @@ def _beside(a, b):
     return tl.reshape(tl.permute(tl.join(a, b), (0, 2, 1)), [a.shape[0], 2 * a.shape[1]])
 
 
+# An argument of the kernels: were it a constant, to mask a code and to put it in place would be two instructions.
+MAGIC = 0x64006400
+
+
 @triton.jit
-def octet_order(i):
-    """The channel at place i of what :func:`rebuild` returns: in every octet the two halves take turns, 0 4 1 5 2 6 3 7."""
-    return i // 8 * 8 + i % 8 // 2 + i % 2 * 4
+def octet_order(place):
+    """The channel at a place of what :func:`rebuild` returns: the halves of an octet take turns, 0 4 1 5 2 6 3 7."""
+    return place // 8 * 8 + place % 8 // 2 + place % 2 * 4
+
+
+@triton.jit
+def natural_order(x):
+    """[M, W] in ``octet_order`` with its channels in their own order."""
+    octets = tl.reshape(x, [x.shape[0], x.shape[1] // 8, 4, 2])
+    return tl.reshape(tl.permute(octets, (0, 1, 3, 2)), x.shape)
 
 
 @triton.jit
@@ -90,30 +101,29 @@ def rebuild(
     page, t, means, head, magic, INTERLEAVED: tl.constexpr, CHAIN: tl.constexpr, ALPHA: tl.constexpr,
     D: tl.constexpr, W: tl.constexpr, TYPE: tl.constexpr,
 ):  # fmt: skip
-    """Zhat of tokens t of their pages, but for the last loop's mean: [N, W] of TYPE, channels as in ``octet_order``.
+    """Zhat of tokens t of their pages without the last loop's mean, [N, W] of TYPE, channels in ``octet_order``.
 
-    A thread has whole octets of channels, and which of them is next to which costs nothing: two channels of an octet lie
-    in the halves of one word from the codes to the end, so in FP16 they are worked on together.
+    A thread has whole octets of channels, and two channels of an octet lie in the halves of a word from the codes to
+    the end: in FP16 they are worked on together, and nothing moves between threads.
 
     Args:
-        page: of each token, its first 16-bit word of K or V; every page starts at a multiple of 16 bytes.
+        page: of each token, the first 16-bit word of K or V, at a multiple of 16 bytes.
+        t: tokens of their pages.
         means: [loops, heads, D], or none.
         magic: MAGIC.
         CHAIN, ALPHA: those of :func:`chain`.
     """
-    N: tl.constexpr = t.shape[0]
-    weight = tl.full([N], 1.0, tl.float32)
-    base = tl.zeros([N, W // 8], tl.float32)
+    weight = tl.full(t.shape, 1.0, tl.float32)
+    base = tl.zeros([t.shape[0], W // 8], tl.float32)
     weights, scales = (), ()
     for i in tl.static_range(len(CHAIN) - 1, -1, -1):
-        scale, offset = _metadata(page, t, CHAIN[i][4], CHAIN[i][2], D, W)
+        scale, offset = _metadata(page + CHAIN[i][4], t, CHAIN[i][2], D, W)
         base += weight[:, None] * offset
         weights = (weight,) + weights
         scales = (_narrow(weight[:, None] * scale, len(CHAIN), CHAIN[i][1], TYPE)[:, :, None],) + scales
         if i > 0 and ALPHA:
-            alpha = tl.load(page + CHAIN[i][5] + t).to(tl.int32) << 16
-            weight *= alpha.to(tl.float32, bitcast=True)
-    z = tl.broadcast_to(_narrow(base, len(CHAIN), 0, TYPE)[:, :, None], [N, W // 8, 2])
+            weight *= (tl.load(page + CHAIN[i][5] + t).to(tl.int32) << 16).to(tl.float32, bitcast=True)
+    z = tl.broadcast_to(_narrow(base, len(CHAIN), 0, TYPE)[:, :, None], [t.shape[0], W // 8, 2])
     z = (z, z, z, z)
     for i in tl.static_range(len(CHAIN)):
         if CHAIN[i][1] == 3:  # a plane of the low two bits, then one of the high bit, of the same token
@@ -124,7 +134,7 @@ def rebuild(
             pairs = _load_pairs(page + CHAIN[i][3], t, INTERLEAVED, CHAIN[i][1] * D // 16, CHAIN[i][1], D, W)
             z = _add_codes(z, scales[i], pairs, magic, CHAIN[i][1])
     z = tl.permute(tl.join(tl.join(z[0], z[2]), tl.join(z[1], z[3])), (0, 1, 3, 4, 2))
-    z = tl.reshape(z, [N, W])
+    z = tl.reshape(z, [t.shape[0], W])
     if means is not None:
         channel = octet_order(tl.arange(0, W))
         for i in tl.static_range(len(CHAIN) - 1):
@@ -135,32 +145,23 @@ def rebuild(
 
 @triton.jit
 def load_mean(means, loop, head, channel, D: tl.constexpr):
-    """The means of channels of a loop and head, 0 for those from D on."""
+    """The means of channels of a loop and head, 0 for channels from D on."""
     return tl.load(means + (loop * tl.num_programs(1) + head) * D + channel, mask=channel < D, other=0.0)
 
 
 @triton.jit
-def _narrow(x, PARTS: tl.constexpr, BITS: tl.constexpr, TYPE: tl.constexpr):
-    """x as TYPE; in FP16 so bounded that PARTS times x times a code, and another such base, stay finite."""
-    if TYPE == tl.float16:
-        LIMIT: tl.constexpr = 65504.0 / (PARTS + 1) / 2**BITS
-        x = tl.clamp(x, -LIMIT, LIMIT)
-    return x.to(TYPE)
+def _metadata(plane, t, G: tl.constexpr, D: tl.constexpr, W: tl.constexpr):
+    """Scales and offsets (Sec. 2.1) of every octet, [N, W / 8] fp32; 0 where there are none.
 
-
-@triton.jit
-def _metadata(page, t, FIRST: tl.constexpr, G: tl.constexpr, D: tl.constexpr, W: tl.constexpr):
-    """Scales and offsets (Sec. 2.1) of every octet, [N, W / 8] fp32, by the metadata plane from word FIRST.
-
-    The bits of an e4m3 number are those of an FP32 number 2^120 times smaller, shifted by 20.  No scale is negative.
+    The bits of an e4m3 number, shifted by 20, are those of an FP32 number 2^120 times smaller.  No scale is negative.
     """
     if G > 0:
         group = tl.arange(0, W // G)[None, :]
-        at = page[:, None] + FIRST + t[:, None] * (D // G) + group
-        word = (tl.load(at, mask=group < D // G, other=0) if W > D else tl.load(at)).to(tl.int32)
+        word = _load(plane[:, None] + t[:, None] * (D // G) + group, group * G, D, W).to(tl.uint16, bitcast=True)
+        word = word.to(tl.int32)
         scale = ((word << 20) & 0x7F00000).to(tl.float32, bitcast=True)
         offset = (((word << 12) & 0x7F00000) | ((word << 16) & -0x80000000)).to(tl.float32, bitcast=True)
-        scale, offset = _per_octet(scale * 2.0**120, G, W), _per_octet(offset * 2.0**120, G, W)
+        scale, offset = _per_octet(scale * 2.0**120, G), _per_octet(offset * 2.0**120, G)
     else:
         scale = tl.zeros([t.shape[0], W // 8], tl.float32)
         offset = scale
@@ -168,42 +169,51 @@ def _metadata(page, t, FIRST: tl.constexpr, G: tl.constexpr, D: tl.constexpr, W:
 
 
 @triton.jit
-def _per_octet(x, G: tl.constexpr, W: tl.constexpr):
-    return tl.reshape(tl.broadcast_to(x[:, :, None], [x.shape[0], W // G, G // 8]), [x.shape[0], W // 8])
+def _per_octet(x, G: tl.constexpr):
+    """A column for each group of G channels as one for each octet."""
+    x = tl.broadcast_to(x[:, :, None], [x.shape[0], x.shape[1], G // 8])
+    return tl.reshape(x, [x.shape[0], x.shape[1] * x.shape[2]])
 
 
-@triton.constexpr_function
-def _pointer_to(words):
-    return tl.pointer_type({1: tl.int16, 2: tl.int32, 4: tl.int64}[words])
+@triton.jit
+def _narrow(x, PARTS: tl.constexpr, BITS: tl.constexpr, TYPE: tl.constexpr):
+    """x as TYPE; in FP16 so bounded that PARTS of x times a code and one of x alone have a finite sum."""
+    if TYPE == tl.float16:
+        LIMIT: tl.constexpr = 65504.0 / (PARTS + 1) / 2**BITS
+        x = tl.clamp(x, -LIMIT, LIMIT)
+    return x.to(TYPE)
+
+
+@triton.jit
+def _load(at, channel, D: tl.constexpr, W: tl.constexpr):
+    """What belongs to channels; 0 for those from D on, which are padding."""
+    return tl.load(at, mask=channel < D, other=0) if W > D else tl.load(at)
 
 
 @triton.jit
 def _load_pairs(
     plane, t, INTERLEAVED: tl.constexpr, TOKEN: tl.constexpr, BITS: tl.constexpr, D: tl.constexpr, W: tl.constexpr
 ):
-    """Codes of BITS bits of every octet: [N, W / 8] int32, one or (8 bits) two.
+    """Codes of BITS bits of every octet, [N, W / 8] int32: channels 0 to 3 in the low half, 4 to 7 in the high one.
 
-    The low half of a word, or of the first, then the second, holds channels 0 to 3 of the octet, the high half 4 to 7.
-    Of 3-bit codes, BITS are those of one of their planes.
+    Codes of 8 bits take two of these, for two channels of each half.  Of 3-bit codes, BITS are those of one plane.
     """
     octet = tl.arange(0, W // 8)[None, :]
     plane, t = plane[:, None], t[:, None]
-    if BITS == 1:  # half a word
-        word = TOKEN - D // 16 + octet // 2
-        at = plane + word_offsets(t, word, INTERLEAVED, TOKEN)
-        byte = (tl.load(at, mask=octet < D // 8, other=0) if W > D else tl.load(at)).to(tl.int32) >> octet % 2 * 8
+    if BITS == 1:  # half a word, of the token's last ones
+        at = word_offsets(t, TOKEN - D // 16 + octet // 2, INTERLEAVED, TOKEN)
+        byte = _load(plane + at, octet * 8, D, W).to(tl.int32) >> octet % 2 * 8
         pairs = (_pair(byte, byte >> 4),)
     else:
-        STEP: tl.constexpr = 1 + INTERLEAVED  # words from one to the next of a token
-        WORDS: tl.constexpr = min(BITS // 2 * STEP, 4)  # of a load: of the token, and of the other one of its pair
+        STEP: tl.constexpr = 1 + INTERLEAVED  # from one word of a token to the next
+        WORDS: tl.constexpr = min(BITS // 2 * STEP, 4)  # at once, those of the other token of its pair among them
         LOADS: tl.constexpr = BITS // 2 * STEP // WORDS
+        at = (plane + (t >> INTERLEAVED) * (STEP * TOKEN)).to(_pointer_to(WORDS), bitcast=True) + octet * LOADS
         words = ()
-        plane = (plane + (t // STEP) * (STEP * TOKEN)).to(_pointer_to(WORDS), bitcast=True) + octet * LOADS
         for i in tl.static_range(LOADS):
-            read = tl.load(plane + i, mask=octet < D // 8, other=0) if W > D else tl.load(plane + i)
+            read = _load(at + i, octet * 8, D, W)
             for j in tl.static_range(0, WORDS, STEP):
-                word = (read >> (16 * j)).to(tl.int32)
-                words += (word >> (t % STEP * 16),)
+                words += ((read >> (16 * j)).to(tl.int32) >> ((t & INTERLEAVED) * 16),)
         if BITS == 2:
             pairs = (_pair(words[0], words[0] >> 8),)
         elif BITS == 4:
@@ -213,12 +223,14 @@ def _load_pairs(
     return pairs
 
 
+@triton.constexpr_function
+def _pointer_to(words):
+    return tl.pointer_type({1: tl.int16, 2: tl.int32, 4: tl.int64}[words])
+
+
 @triton.jit
 def _pair(low, high):
     return (low & 0xFFFF) | (high << 16)
-
-
-MAGIC = 0x64006400  # an argument, not a constant: the compiler then masks a code and puts it in place at once
 
 
 @triton.jit
@@ -232,8 +244,12 @@ def _add_codes(z, scale, pairs, magic, BITS: tl.constexpr):
 
 @triton.jit
 def _codes(pair, magic, FIRST: tl.constexpr, BITS: tl.constexpr):
-    """The codes from bit FIRST of the halves of a word, [N, W / 8, 2] fp16: exactly, as the last bits of 2^(10 - SHIFT)."""
+    """The codes from bit FIRST of both halves, [N, W / 8, 2] fp16.
+
+    From bit SHIFT of an FP16 number on, they add themselves to 2^(10 - SHIFT), which is then subtracted: all exact.
+    """
     SHIFT: tl.constexpr = FIRST % 8
-    pair = (pair >> (FIRST - SHIFT)) & (((2**BITS - 1) << SHIFT) * 0x10001) | (magic - (SHIFT << 10) * 0x10001)
-    codes = tl.join(pair.to(tl.int16), (pair >> 16).to(tl.int16))
-    return codes.to(tl.float16, bitcast=True) - 2.0 ** (10 - SHIFT)
+    MASK: tl.constexpr = ((2**BITS - 1) << SHIFT) * 0x10001
+    pair = ((pair >> (FIRST - SHIFT)) & MASK) | (magic - (SHIFT << 10) * 0x10001)
+    both = tl.join(pair.to(tl.int16), (pair >> 16).to(tl.int16))
+    return both.to(tl.float16, bitcast=True) - 2.0 ** (10 - SHIFT)
