@@ -123,16 +123,22 @@ def rebuild(
         scales = (_narrow(weight[:, None] * scale, len(CHAIN), CHAIN[i][1], TYPE)[:, :, None],) + scales
         if i > 0 and ALPHA:
             weight *= (tl.load(page + CHAIN[i][5] + t).to(tl.int32) << 16).to(tl.float32, bitcast=True)
-    z = tl.broadcast_to(_narrow(base, len(CHAIN), 0, TYPE)[:, :, None], [t.shape[0], W // 8, 2])
-    z = (z, z, z, z)
+    factors, codes = (), ()
     for i in tl.static_range(len(CHAIN)):
         if CHAIN[i][1] == 3:  # a plane of the low two bits, then one of the high bit, of the same token
             low = _load_pairs(page + CHAIN[i][3], t, INTERLEAVED, 3 * D // 16, 2, D, W)
             high = _load_pairs(page + CHAIN[i][3], t, INTERLEAVED, 3 * D // 16, 1, D, W)
-            z = _add_codes(_add_codes(z, scales[i], low, magic, 2), scales[i] * 4.0, high, magic, 1)
+            factors += (scales[i], scales[i] * 4.0)
+            codes += (low, high)
         elif CHAIN[i][1] > 0:
             pairs = _load_pairs(page + CHAIN[i][3], t, INTERLEAVED, CHAIN[i][1] * D // 16, CHAIN[i][1], D, W)
-            z = _add_codes(z, scales[i], pairs, magic, CHAIN[i][1])
+            factors += (scales[i],)
+            codes += (pairs,)
+    base = tl.broadcast_to(_narrow(base, len(CHAIN), 0, TYPE)[:, :, None], [t.shape[0], W // 8, 2])
+    BITS: tl.constexpr = _bits_of_planes(CHAIN)
+    z = ()
+    for i in tl.static_range(4):
+        z += (_sum(base, factors, codes, magic, i, BITS),)
     z = tl.permute(tl.join(tl.join(z[0], z[2]), tl.join(z[1], z[3])), (0, 1, 3, 4, 2))
     z = tl.reshape(z, [t.shape[0], W])
     if means is not None:
@@ -233,23 +239,29 @@ def _pair(low, high):
     return (low & 0xFFFF) | (high << 16)
 
 
-@triton.jit
-def _add_codes(z, scale, pairs, magic, BITS: tl.constexpr):
-    """z + scale * code for the four pairs of channels of every octet, each [N, W / 8, 2]."""
-    more = ()
-    for i in tl.static_range(4):
-        more += (tl.fma(scale, _codes(pairs[i * BITS // 16], magic, i * BITS % 16, BITS).to(scale.dtype), z[i]),)
-    return more
+@triton.constexpr_function
+def _bits_of_planes(chain):
+    return tuple(bits for loop in chain for bits in {0: (), 3: (2, 1)}.get(loop[1], (loop[1],)))
 
 
 @triton.jit
-def _codes(pair, magic, FIRST: tl.constexpr, BITS: tl.constexpr):
-    """The codes from bit FIRST of both halves, [N, W / 8, 2] fp16.
+def _sum(z, factors, codes, magic, I: tl.constexpr, BITS: tl.constexpr):
+    """z + factor * code of all planes for the I-th pair of channels of every octet, [N, W / 8, 2]."""
+    for i in tl.static_range(len(factors)):
+        z = tl.fma(factors[i], _codes(codes[i], magic, I, BITS[i]).to(z.dtype), z)
+    high, low = tl.split(z)
+    return tl.join(low, high)
+
+
+@triton.jit
+def _codes(pairs, magic, I: tl.constexpr, BITS: tl.constexpr):
+    """The I-th of each four codes, [N, W / 8, 2] fp16.
 
     From bit SHIFT of an FP16 number on, they add themselves to 2^(10 - SHIFT), which is then subtracted: all exact.
     """
+    FIRST: tl.constexpr = I * BITS % 16
     SHIFT: tl.constexpr = FIRST % 8
     MASK: tl.constexpr = ((2**BITS - 1) << SHIFT) * 0x10001
-    pair = ((pair >> (FIRST - SHIFT)) & MASK) | (magic - (SHIFT << 10) * 0x10001)
-    both = tl.join(pair.to(tl.int16), (pair >> 16).to(tl.int16))
+    pair = ((pairs[I * BITS // 16] >> (FIRST - SHIFT)) & MASK) | (magic - (SHIFT << 10) * 0x10001)
+    both = tl.join((pair >> 16).to(tl.int16), pair.to(tl.int16))
     return both.to(tl.float16, bitcast=True) - 2.0 ** (10 - SHIFT)
