@@ -21,7 +21,8 @@ TILE = 16  # tokens at a time
 @triton.jit(do_not_specialize=["table_stride"], do_not_specialize_on_alignment=["block_table", "lengths"])
 def decode_attention_kernel(
     q, words, block_table, lengths, k_means, partial, lse, block_stride, page_head_stride, table_stride,
-    k_start, v_start, magic, CHAIN: tl.constexpr, ALPHA: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, S: tl.constexpr,
+    k_start, v_start, magic,
+    CHAIN: tl.constexpr, ALPHA: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, S: tl.constexpr,
     PER_HEAD: tl.constexpr, BLOCK_Q: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """One split (axis 0) of one sequence (axis 2) for the query heads of one KV head (axis 1).

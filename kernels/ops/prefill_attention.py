@@ -11,8 +11,8 @@ read tile by tile and rebuilt in registers, loop by loop along the chain of refe
 Both parts share one running maximum and sum, so turning the accumulator once between them is the whole merge.
 
 Roofline: a tile of past tokens costs 114 bytes per token and head (INT2/4 g=32, a residual loop, D = 128) and about
-5 instructions per value to rebuild, shared by all rows of a program: with 128 rows a third of all instructions, with
-the two products and the softmax beside them.  Traffic is far below both (kernels/NOTES.md counts).
+5 instructions per value to rebuild, shared by all rows of a program.  With 128 rows that is 40 % of the instructions;
+the two products are 4 x 128 x D operations per token: instructions and matrix units take turns, traffic is below both.
 """
 
 from __future__ import annotations
@@ -37,7 +37,16 @@ from residualquant.kernels.checks import (
 )
 from residualquant.kernels.pack_kv import rotation_of
 from residualquant.kernels.pack_kv_cuda import head_stride
-from residualquant.kernels.triton_common import MAGIC, chain, check_device, load_mean, natural_order, octet_order, rebuild, times_matrix
+from residualquant.kernels.triton_common import (
+    MAGIC,
+    chain,
+    check_device,
+    load_mean,
+    natural_order,
+    octet_order,
+    rebuild,
+    times_matrix,
+)
 from residualquant.kernels.tuning import tuned
 from residualquant.layout import PageLayout, loop_bytes, loops_read
 from residualquant.pages import read_pages
@@ -270,7 +279,8 @@ def prefill_attention(
     prefill_attention_kernel[(blocks, heads, len(seq_lens))](
         out, q, k, v, words, block_table, query_start, seq_lens, k_matrix, v_matrix, k_means, scale,
         *(stride for tensor in (out, q, k, v) for stride in tensor.stride()[:2]),
-        head_stride(k_matrix), head_stride(v_matrix), *(stride // 8 for stride in words.stride()[:2]), block_table.stride(0),
+        head_stride(k_matrix), head_stride(v_matrix),
+        *(stride // 8 for stride in words.stride()[:2]), block_table.stride(0),
         *(layout.planes_of(kv, group)[0].offset // 16 for kv in "kv"), MAGIC,
         **chain(layout, loop), R=repeat, S=layout.page_tokens,
         D=head_dim, BLOCK_D=triton.next_power_of_2(head_dim), **parameters,

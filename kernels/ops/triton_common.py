@@ -99,9 +99,9 @@ def natural_order(x):
 @triton.jit
 def rebuild(
     page, t, means, head, magic, INTERLEAVED: tl.constexpr, CHAIN: tl.constexpr, ALPHA: tl.constexpr,
-    D: tl.constexpr, W: tl.constexpr, TYPE: tl.constexpr,
+    D: tl.constexpr, W: tl.constexpr, dtype: tl.constexpr,
 ):  # fmt: skip
-    """Zhat of tokens t of their pages without the last loop's mean, [N, W] of TYPE, channels in ``octet_order``.
+    """Zhat of tokens t of their pages without the last loop's mean, [N, W] of dtype, channels in ``octet_order``.
 
     A thread has whole octets of channels, and two channels of an octet lie in the halves of a word from the codes to
     the end: in FP16 they are worked on together, and nothing moves between threads.
@@ -115,12 +115,12 @@ def rebuild(
     """
     weight = tl.full(t.shape, 1.0, tl.float32)
     base = tl.zeros([t.shape[0], W // 8], tl.float32)
-    weights, scales = (), ()
+    weights, scales = (), ()  # of the last loop first
     for i in tl.static_range(len(CHAIN) - 1, -1, -1):
         scale, offset = _metadata(page + CHAIN[i][4], t, CHAIN[i][2], D, W)
-        base += weight[:, None] * offset
-        weights = (weight,) + weights
-        scales = (_narrow(weight[:, None] * scale, len(CHAIN), CHAIN[i][1], TYPE)[:, :, None],) + scales
+        base += weight[:, None] * (offset + scale * (6 if CHAIN[i][1] == 3 else 2 ** CHAIN[i][1] // 2))
+        weights += (weight,)
+        scales += (_narrow(weight[:, None] * scale, len(CHAIN), CHAIN[i][1], dtype)[:, :, None],)
         if i > 0 and ALPHA:
             weight *= (tl.load(page + CHAIN[i][5] + t).to(tl.int32) << 16).to(tl.float32, bitcast=True)
     factors, codes = (), ()
@@ -128,13 +128,13 @@ def rebuild(
         if CHAIN[i][1] == 3:  # a plane of the low two bits, then one of the high bit, of the same token
             low = _load_pairs(page + CHAIN[i][3], t, INTERLEAVED, 3 * D // 16, 2, D, W)
             high = _load_pairs(page + CHAIN[i][3], t, INTERLEAVED, 3 * D // 16, 1, D, W)
-            factors += (scales[i], scales[i] * 4.0)
+            factors += (scales[-1 - i], scales[-1 - i] * 4.0)
             codes += (low, high)
         elif CHAIN[i][1] > 0:
             pairs = _load_pairs(page + CHAIN[i][3], t, INTERLEAVED, CHAIN[i][1] * D // 16, CHAIN[i][1], D, W)
-            factors += (scales[i],)
+            factors += (scales[-1 - i],)
             codes += (pairs,)
-    base = tl.broadcast_to(_narrow(base, len(CHAIN), 0, TYPE)[:, :, None], [t.shape[0], W // 8, 2])
+    base = tl.broadcast_to(_narrow(base, len(CHAIN), 0, dtype)[:, :, None], [t.shape[0], W // 8, 2])
     BITS: tl.constexpr = _bits_of_planes(CHAIN)
     z = ()
     for i in tl.static_range(4):
@@ -144,8 +144,8 @@ def rebuild(
     if means is not None:
         channel = octet_order(tl.arange(0, W))
         for i in tl.static_range(len(CHAIN) - 1):
-            mean = load_mean(means, CHAIN[i][0], head, channel, D).to(TYPE)
-            z = tl.fma(weights[i].to(TYPE)[:, None], mean[None, :], z)
+            mean = load_mean(means, CHAIN[i][0], head, channel, D).to(dtype)
+            z = tl.fma(weights[-1 - i].to(dtype)[:, None], mean[None, :], z)
     return z
 
 
@@ -182,12 +182,12 @@ def _per_octet(x, G: tl.constexpr):
 
 
 @triton.jit
-def _narrow(x, PARTS: tl.constexpr, BITS: tl.constexpr, TYPE: tl.constexpr):
-    """x as TYPE; in FP16 so bounded that PARTS of x times a code and one of x alone have a finite sum."""
-    if TYPE == tl.float16:
+def _narrow(x, PARTS: tl.constexpr, BITS: tl.constexpr, dtype: tl.constexpr):
+    """x as dtype; in FP16 so bounded that PARTS of x times a code and one of x alone have a finite sum."""
+    if dtype == tl.float16:
         LIMIT: tl.constexpr = 65504.0 / (PARTS + 1) / 2**BITS
         x = tl.clamp(x, -LIMIT, LIMIT)
-    return x.to(TYPE)
+    return x.to(dtype)
 
 
 @triton.jit
@@ -245,23 +245,23 @@ def _bits_of_planes(chain):
 
 
 @triton.jit
-def _sum(z, factors, codes, magic, I: tl.constexpr, BITS: tl.constexpr):
-    """z + factor * code of all planes for the I-th pair of channels of every octet, [N, W / 8, 2]."""
+def _sum(z, factors, codes, magic, PAIR: tl.constexpr, BITS: tl.constexpr):
+    """z + factor * code of all planes for the PAIR-th two channels of every octet, [N, W / 8, 2]."""
     for i in tl.static_range(len(factors)):
-        z = tl.fma(factors[i], _codes(codes[i], magic, I, BITS[i]).to(z.dtype), z)
+        z = tl.fma(factors[i], _codes(codes[i], magic, PAIR, BITS[i]).to(z.dtype), z)
     high, low = tl.split(z)
     return tl.join(low, high)
 
 
 @triton.jit
-def _codes(pairs, magic, I: tl.constexpr, BITS: tl.constexpr):
-    """The I-th of each four codes, [N, W / 8, 2] fp16.
+def _codes(pairs, magic, PAIR: tl.constexpr, BITS: tl.constexpr):
+    """The PAIR-th two codes of every octet less half of 2^BITS, so that rounding costs little: [N, W / 8, 2] fp16.
 
     From bit SHIFT of an FP16 number on, they add themselves to 2^(10 - SHIFT), which is then subtracted: all exact.
     """
-    FIRST: tl.constexpr = I * BITS % 16
+    FIRST: tl.constexpr = PAIR * BITS % 16
     SHIFT: tl.constexpr = FIRST % 8
     MASK: tl.constexpr = ((2**BITS - 1) << SHIFT) * 0x10001
-    pair = ((pairs[I * BITS // 16] >> (FIRST - SHIFT)) & MASK) | (magic - (SHIFT << 10) * 0x10001)
+    pair = ((pairs[PAIR * BITS // 16] >> (FIRST - SHIFT)) & MASK) | (magic - (SHIFT << 10) * 0x10001)
     both = tl.join((pair >> 16).to(tl.int16), pair.to(tl.int16))
-    return both.to(tl.float16, bitcast=True) - 2.0 ** (10 - SHIFT)
+    return both.to(tl.float16, bitcast=True) - (2.0 ** (10 - SHIFT) + 2 ** (BITS - 1))
