@@ -13,6 +13,7 @@ from torch import Tensor
 
 from residualquant.attention import rotate
 from residualquant.kernels.decode_attention import LOG2_E, Past, Workspace
+from residualquant.kernels.pack_kv_cuda import first_words
 from residualquant.kernels.triton_common import MAGIC, chain, load_mean, octet_order, rebuild
 
 TILE = 16  # tokens at a time
@@ -82,7 +83,7 @@ def attend_past(q: Tensor, past: Past, loop: int, scratch: Workspace, scale: flo
     decode_attention_kernel[(splits, heads, q.shape[0])](
         rotated.contiguous(), words, past.block_table, past.lengths, past.k_means, scratch.partial, scratch.lse,
         *(stride // 8 for stride in words.stride()[:2]), past.block_table.stride(0),
-        *(layout.planes_of(kv, past.group)[0].offset // 16 for kv in "kv"), MAGIC,
+        *(first // 8 for first in first_words(layout, past.group)), MAGIC,
         **chain(layout, loop), D=dim, BLOCK_D=triton.next_power_of_2(dim), S=layout.page_tokens,
         PER_HEAD=per_head, BLOCK_Q=triton.next_power_of_2(per_head), TILE=TILE,
     )  # fmt: skip

@@ -36,7 +36,7 @@ from residualquant.kernels.checks import (
     sizes,
 )
 from residualquant.kernels.pack_kv import rotation_of
-from residualquant.kernels.pack_kv_cuda import head_stride
+from residualquant.kernels.pack_kv_cuda import first_words, head_stride
 from residualquant.kernels.triton_common import (
     MAGIC,
     chain,
@@ -242,6 +242,7 @@ def prefill_attention(
     k_means: Tensor | None = None,
     *,
     group: int = 0,
+    check: bool = True,
     check_table: bool = False,
 ) -> None:
     """Attention of this step's queries of one loop over packed past and BF16 present, into ``out`` (Sec. 4).
@@ -261,30 +262,28 @@ def prefill_attention(
         max_queries: no sequence has more tokens in q.
         scale: of the scores, 1/sqrt(D) as a rule.
         k_matrix, v_matrix, k_means, group: as given to the writer.
+        check: raise ValueError as below; to leave out where such arguments were checked before.
         check_table: make sure that queries lie in q and pages named by the table exist; waits for the GPU.
 
     Raises:
         ValueError: an argument of another shape, dtype or device, or a layout that the kernel does not read.
     """
-    _check(out, q, k, v, pages, layout, loop, block_table, query_start, seq_lens, k_matrix, v_matrix, k_means, group)
-    check_count("max_queries", max_queries, 0)
-    check_scale(scale)
+    if check:
+        _check(out, q, k, v, pages, layout, loop, block_table, query_start, seq_lens, max_queries, scale, k_matrix,
+               v_matrix, k_means, group)  # fmt: skip
     if check_table and len(seq_lens):
         _check_table(block_table, query_start, seq_lens, len(q), max_queries, layout.page_tokens, len(pages))
     (heads, head_dim), repeat, words = k.shape[1:], q.shape[1] // k.shape[1], pages.view(torch.int16)
     parameters = tuned("prefill_attention", pages.device, head_dim, q.dtype)
     blocks = triton.cdiv(max_queries, parameters["BLOCK_M"] // repeat)
-    if not blocks * len(seq_lens):
-        return
-    prefill_attention_kernel[(blocks, heads, len(seq_lens))](
-        out, q, k, v, words, block_table, query_start, seq_lens, k_matrix, v_matrix, k_means, scale,
-        *(stride for tensor in (out, q, k, v) for stride in tensor.stride()[:2]),
-        head_stride(k_matrix), head_stride(v_matrix),
-        *(stride // 8 for stride in words.stride()[:2]), block_table.stride(0),
-        *(layout.planes_of(kv, group)[0].offset // 16 for kv in "kv"), MAGIC,
-        **chain(layout, loop), R=repeat, S=layout.page_tokens,
-        D=head_dim, BLOCK_D=triton.next_power_of_2(head_dim), **parameters,
-    )  # fmt: skip
+    if blocks * len(seq_lens):
+        prefill_attention_kernel[(blocks, heads, len(seq_lens))](
+            out, q, k, v, words, block_table, query_start, seq_lens, k_matrix, v_matrix, k_means, scale,
+            *(stride for tensor in (out, q, k, v) for stride in tensor.stride()[:2]),
+            head_stride(k_matrix), head_stride(v_matrix), *(stride // 8 for stride in words.stride()[:2]),
+            block_table.stride(0), *(first // 8 for first in first_words(layout, group)), MAGIC, **chain(layout, loop),
+            R=repeat, S=layout.page_tokens, D=head_dim, BLOCK_D=triton.next_power_of_2(head_dim), **parameters,
+        )  # fmt: skip
 
 
 def _check_table(
@@ -304,8 +303,9 @@ def _check_table(
 
 
 def _check(
-    out, q, k, v, pages, layout, loop, block_table, query_start, seq_lens, k_matrix, v_matrix, k_means, group
-) -> None:
+    out, q, k, v, pages, layout, loop, block_table, query_start, seq_lens, max_queries, scale, k_matrix, v_matrix,
+    k_means, group,
+) -> None:  # fmt: skip
     tokens, query_heads, _ = sizes("q", q, "T, Hq, D")
     heads = sizes("k", k, "T, H, D")[1]
     (sequences,) = sizes("seq_lens", seq_lens, "B")
@@ -327,6 +327,8 @@ def _check(
         query_start=(query_start, [[sequences + 1]], integers, 1),
         seq_lens=(seq_lens, [[sequences]], integers, 1),
     )
+    check_count("max_queries", max_queries, 0)
+    check_scale(scale)
 
 
 def prefill_attention_cost(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 import triton
 import triton.language as tl
@@ -16,6 +18,7 @@ def check_device(device: torch.device) -> None:
         raise ValueError(f"the Triton kernels need tensors on a CUDA device, got {device}")
 
 
+@lru_cache(maxsize=256)
 def chain(layout: PageLayout, loop: int) -> dict[str, object]:
     """CHAIN: for each loop from the anchor to ``loop``, it, its bits, group size, and the first word of its codes,
     metadata and alpha, counted from the start of K or V; ALPHA: whether coefficients are stored."""
