@@ -219,6 +219,7 @@ def decode_attention(
     scale: float | None = None,
     out: Tensor | None = None,
     prefer: str | None = None,
+    check: bool = True,
     check_table: bool = False,
 ) -> Tensor:
     """Attention of one token per sequence over its packed past and itself (Sec. 4).
@@ -237,6 +238,7 @@ def decode_attention(
         out: [B, Hq, D] to write to, of the dtype of q or fp32; made by default.
         prefer: "cuda", "triton" or "reference"; by default CUDA where it was or can be compiled for this layout, else
             Triton; on a CPU the reference.
+        check: raise ValueError as below; to leave out where such arguments were checked before.
         check_table: make sure that pages named by the block table exist; waits for the GPU.
 
     Returns:
@@ -246,7 +248,8 @@ def decode_attention(
         ValueError: an argument of another shape, dtype or device, or a layout that no kernel reads.
         ResidualQuantError: the preferred way does not exist here; the message says why.
     """
-    _check(q, k, v, past, loop, scratch, scale, out, prefer)
+    if check:
+        _check(q, k, v, past, loop, scratch, scale, out, prefer)
     out = torch.empty_like(q) if out is None else out
     scale = past.layout.head_dim**-0.5 if scale is None else scale
     if not len(q):
@@ -306,10 +309,9 @@ def fill_arguments(
     q: Tensor, k: Tensor, v: Tensor, past: Past, loop: int, scratch: Workspace, scale: float, out: Tensor
 ) -> Arguments:
     """The C arguments of the CUDA kernels for tensors that :func:`decode_attention` has checked."""
-    layout, pages, table, k_means = past.layout, past.pages, past.block_table, past.k_means
-    kinds = loops_read(layout.config, loop)[::-1]
-    planes = {kv: [layout.plane(kv, kind, "codes", past.group).offset for kind in kinds] for kv in ("k", "v")}
-    means = [None] * len(kinds) if k_means is None else [k_means[kind].data_ptr() for kind in kinds]
+    pages, table, means = past.pages, past.block_table, past.k_means
+    kinds, planes = _planes(past.layout, loop, past.group)
+    addresses = [] if means is None else [means[kind].data_ptr() for kind in kinds]
     return Arguments(
         pages=pages.data_ptr(),
         page_stride=pages.stride(0),
@@ -324,8 +326,8 @@ def fill_arguments(
         v_matrix=_pointer(past.v_matrix),
         k_matrix_stride=head_stride(past.k_matrix),
         v_matrix_stride=head_stride(past.v_matrix),
-        means=(ctypes.c_void_p * MOST_KINDS)(*means),
-        mean_stride=layout.head_dim,
+        means=(ctypes.c_void_p * MOST_KINDS)(*addresses),
+        mean_stride=past.layout.head_dim,
         partial=scratch.partial.data_ptr(),
         lse=scratch.lse.data_ptr(),
         arrived=scratch.arrived.data_ptr(),
@@ -337,10 +339,17 @@ def fill_arguments(
         query_heads=q.shape[1],
         kv_heads=k.shape[1],
         splits=scratch.lse.shape[2],
-        k_planes=(ctypes.c_int64 * MOST_KINDS)(*planes["k"]),
-        v_planes=(ctypes.c_int64 * MOST_KINDS)(*planes["v"]),
         scale=scale,
+        **planes,
     )
+
+
+@lru_cache(maxsize=256)
+def _planes(layout: PageLayout, loop: int, group: int) -> tuple[tuple[int, ...], dict[str, ctypes.Array]]:
+    """The stored loops that rebuild a loop, the anchor first, and where their codes begin, as arguments."""
+    kinds = loops_read(layout.config, loop)[::-1]
+    offsets = {kv: [layout.plane(kv, kind, "codes", group).offset for kind in kinds] for kv in "kv"}
+    return kinds, {f"{kv}_planes": (ctypes.c_int64 * MOST_KINDS)(*found) for kv, found in offsets.items()}
 
 
 def _pointer(tensor: Tensor | None) -> int | None:

@@ -47,6 +47,7 @@ from residualquant.kernels.pack_kv_cuda import (
     choose_parts,
     coding_plan,
     fill_arguments,
+    first_words,
     head_stride,
     library_for,
 )
@@ -370,6 +371,7 @@ def pack_kv(
     group: int = 0,
     sanitised: Tensor | None = None,
     rotated: Tensor | None = None,
+    check: bool = True,
     check_slots: bool = False,
 ) -> None:
     """Code new tokens of one layer, all loops of a group, into their slots, in place (Sec. 3.2, 4).
@@ -389,12 +391,14 @@ def pack_kv(
         group: which loop group of the layer.
         sanitised: int32 [1], increased by the values that were NaN, infinite or beyond +-65504.
         rotated: fp32 [2, L, T, H, D], receives the rotated K and V that are coded, for tests.
+        check: raise ValueError as below; to leave out where such arguments were checked before.
         check_slots: make sure that every slot lies in the pages and occurs once; waits for the GPU.
 
     Raises:
         ValueError: an argument of another shape, dtype or device, or a layout that the kernel does not write.
     """
-    _check(pages, layout, slots, k, v, k_matrix, v_matrix, k_means, group, sanitised, rotated)
+    if check:
+        _check(pages, layout, slots, k, v, k_matrix, v_matrix, k_means, group, sanitised, rotated)
     if check_slots:
         check_slot_mapping(slots, len(pages) * layout.page_tokens)
     if k.shape[1] == 0:
@@ -428,7 +432,7 @@ def _launch_triton(call: WriterCall) -> None:
     pack_kv_kernel[(blocks, heads, 2 * parts)](
         words, call.slots, call.k, call.v, call.k_matrix, call.v_matrix, call.k_means, call.sanitised, call.rotated,
         tokens, *call.k.stride()[:3], head_stride(call.k_matrix), head_stride(call.v_matrix),
-        *words.stride()[:2], *(layout.planes_of(kv, call.group)[0].offset // 2 for kv in "kv"),
+        *words.stride()[:2], *first_words(layout, call.group),
         RUNS=coding_runs(layout), LOOPS=cfg.loops, COEFFICIENT=cfg.coefficient,
         CHAINED=cfg.reference in ("previous", "next"),
         S=layout.page_tokens, D=head_dim, BLOCK_D=width, WARPS=width // WARP_CHANNELS, PARTS=parts,

@@ -75,15 +75,15 @@ def _library(layout: PageLayout, device: torch.device) -> ctypes.CDLL | str:
 
 def fill_arguments(call: WriterCall, processors: int) -> Arguments:
     """The C arguments for a call on a device of so many multiprocessors."""
-    k, words, cfg = call.k, call.pages.view(torch.int16), call.layout.config
+    k, pages, cfg = call.k, call.pages, call.layout.config
     tokens, heads = k.shape[1:3]
     tiles, rows = -(-tokens // BLOCK_TOKENS[cfg.rotation != "none"]), 2 * heads
     blocks = max(1, min(tiles, processors * BLOCKS_PER_PROCESSOR * ROUNDS // rows))
     pointers = {name: getattr(call, name) for name in ("k_matrix", "v_matrix", "k_means", "sanitised", "rotated")}
     return Arguments(
-        words=words.data_ptr(),
-        block_stride=words.stride(0),
-        page_head_stride=words.stride(1),
+        words=pages.data_ptr(),
+        block_stride=pages.stride(0) // 2,
+        page_head_stride=pages.stride(1) // 2,
         slots=call.slots.data_ptr(),
         slots_are_wide=call.slots.dtype == torch.int64,
         k=k.data_ptr(),
@@ -94,27 +94,40 @@ def fill_arguments(call: WriterCall, processors: int) -> Arguments:
         v_matrix_stride=head_stride(call.v_matrix),
         tokens=tokens,
         heads=heads,
-        page_tokens=call.layout.page_tokens,
         blocks=-(-tiles // -(-tiles // blocks)),
         parts=choose_parts(cfg, tiles * rows, processors * PARTS_PER_PROCESSOR),
-        loops=cfg.loops,
-        coefficient=COEFFICIENTS[cfg.coefficient],
-        anchored=cfg.reference != "direct" and cfg.loops > 1,
-        chained=cfg.reference in ("previous", "next"),
-        **_plan_arguments(call.layout),
-        **{f"{kv}_start": call.layout.planes_of(kv, call.group)[0].offset // 2 for kv in "kv"},
+        **_layout_arguments(call.layout, call.group),
     )
 
 
-def _plan_arguments(layout: PageLayout) -> dict[str, object]:
-    """The loops in coding order: which, of which of two precisions, where their planes begin; and the two clips."""
-    plan = coding_plan(layout)
+@lru_cache(maxsize=64)
+def _layout_arguments(layout: PageLayout, group: int) -> dict[str, object]:
+    """What follows from the pages alone, with the loops in coding order: which, of which of two precisions, where their
+    planes begin; and the two clips."""
+    cfg, plan = layout.config, coding_plan(layout)
     other = [entry[1:3] != plan[0][1:3] for entry in plan]
     columns = {"loop": 0, "codes": 5, "metadata": 6, "alpha": 7}
     values = {name: [entry[column] for entry in plan] for name, column in columns.items()} | {"precision": other}
     clips = dict(zip(other, (entry[3] for entry in plan)))
     arrays = {name: (ctypes.c_int64 * MOST_LOOPS)(*map(int, value)) for name, value in values.items()}
-    return {**arrays, "first_clip": clips[False], "other_clip": clips.get(True, clips[False])}
+    return {
+        **arrays,
+        "first_clip": clips[False],
+        "other_clip": clips.get(True, clips[False]),
+        "page_tokens": layout.page_tokens,
+        "loops": cfg.loops,
+        "coefficient": COEFFICIENTS[cfg.coefficient],
+        "anchored": cfg.reference != "direct" and cfg.loops > 1,
+        "chained": cfg.reference in ("previous", "next"),
+        **dict(zip(("k_start", "v_start"), first_words(layout, group))),
+    }
+
+
+@lru_cache(maxsize=64)
+def first_words(layout: PageLayout, group: int) -> tuple[int, int]:
+    """The first 16-bit words of K and of V of a loop group, within a head's part of a page."""
+    k, v = (layout.planes_of(kv, group)[0].offset // 2 for kv in "kv")
+    return k, v
 
 
 def choose_parts(cfg: KVQuantConfig, programs: int, slots: int) -> int:

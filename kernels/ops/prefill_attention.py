@@ -11,8 +11,8 @@ read tile by tile and rebuilt in registers, loop by loop along the chain of refe
 Both parts share one running maximum and sum, so turning the accumulator once between them is the whole merge.
 
 Roofline: a tile of past tokens costs 114 bytes per token and head (INT2/4 g=32, a residual loop, D = 128) and about
-15 instructions per value to rebuild, shared by all rows of a program.  With 64 rows the two products are 4 x 64 x D
-operations per token: matrix units and rebuilding take turns, traffic is below both.
+5 instructions per value to rebuild, shared by all rows of a program.  With 128 rows that is 40 % of the instructions;
+the two products are 4 x 128 x D operations per token: instructions and matrix units take turns, traffic is below both.
 """
 
 from __future__ import annotations
@@ -36,8 +36,17 @@ from residualquant.kernels.checks import (
     sizes,
 )
 from residualquant.kernels.pack_kv import rotation_of
-from residualquant.kernels.pack_kv_cuda import head_stride
-from residualquant.kernels.triton_common import chain, check_device, rebuild, times_matrix
+from residualquant.kernels.pack_kv_cuda import first_words, head_stride
+from residualquant.kernels.triton_common import (
+    MAGIC,
+    chain,
+    check_device,
+    load_mean,
+    natural_order,
+    octet_order,
+    rebuild,
+    times_matrix,
+)
 from residualquant.kernels.tuning import tuned
 from residualquant.layout import PageLayout, loop_bytes, loops_read
 from residualquant.pages import read_pages
@@ -89,14 +98,15 @@ def prefill_attention_kernel(
     out, q, k, v, words, block_table, query_start, seq_lens, k_matrix, v_matrix, k_means, scale,
     out_token_stride, out_head_stride, q_token_stride, q_head_stride,
     k_token_stride, k_head_stride, v_token_stride, v_head_stride, k_matrix_stride, v_matrix_stride,
-    block_stride, page_head_stride, table_stride, k_start, v_start,
+    block_stride, page_head_stride, table_stride, k_start, v_start, magic,
     CHAIN: tl.constexpr, ALPHA: tl.constexpr, R: tl.constexpr, S: tl.constexpr,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_M rows of one sequence and KV head; row m is query head ``m mod R`` of query token ``m // R``.
 
     CHAIN holds, for each loop from the anchor to the one asked for: loop, bits, group size, and the first word of its
-    codes, metadata and alpha, counted from the start of K or V.
+    codes, metadata and alpha, counted from the start of K or V.  Strides of pages, k_start and v_start are in units of
+    8 words, so that it is known how pages are aligned.
     """
     head = tl.program_id(1).to(tl.int64)
     sequence = tl.program_id(2).to(tl.int64)
@@ -114,27 +124,33 @@ def prefill_attention_kernel(
     query_head = head * R + row % R
     at = (begin + token) * q_token_stride + query_head * q_head_stride
     query = tl.load(q + at[:, None] + channel[None, :], mask=asked, other=0.0)
+    at = (begin + token) * out_token_stride + query_head * out_head_stride
     exponent = scale * 1.4426950408889634  # of 2 instead of e
 
     largest = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     if past > 0:
-        turned = _turn(query, k_matrix, head * k_matrix_stride, D, False)
-        pages = words + head * page_head_stride
+        turned = _turn(query, k_matrix, head * k_matrix_stride, D, False) * exponent
+        shift = tl.zeros([BLOCK_M], tl.float32)  # what the last loop's mean adds to all scores of a query
+        if k_means is not None:
+            shift = tl.sum(turned * load_mean(k_means, CHAIN[-1][0], head, channel, D)[None, :], 1)
+        turned = _through_memory(turned, out + at[:, None], asked)
+        pages = words + head * (page_head_stride * 8)
         table = block_table + sequence * table_stride
         largest, total, acc = _attend_past(
-            turned, largest, total, acc, pages, table, past, exponent, k_means, head,
-            block_stride, k_start, v_start, CHAIN, ALPHA, S, D, BLOCK_N,
+            turned, largest, total, acc, pages, table, past, k_means, head,
+            block_stride, k_start, v_start, magic, CHAIN, ALPHA, S, D, BLOCK_N,
         )  # fmt: skip
-        acc = _turn(acc / total[:, None], v_matrix, head * v_matrix_stride, D, True) * total[:, None]
+        acc = natural_order(acc / total[:, None])
+        acc = _turn(acc, v_matrix, head * v_matrix_stride, D, True) * total[:, None]
+        largest += shift
     k += begin * k_token_stride + head * k_head_stride
     v += begin * v_token_stride + head * v_head_stride
     end = tl.minimum(first + BLOCK_M // R, queries)
     largest, total, acc = _attend_present(
         query, token, largest, total, acc, k, v, end, exponent, k_token_stride, v_token_stride, D, BLOCK_N
     )
-    at = (begin + token) * out_token_stride + query_head * out_head_stride
     acc = acc / total[:, None]
     tl.store(out + at[:, None] + channel[None, :], acc.to(out.dtype.element_ty), mask=asked)
 
@@ -148,21 +164,35 @@ def _turn(x, matrix, begin, D: tl.constexpr, TRANSPOSED: tl.constexpr):
 
 
 @triton.jit
+def _through_memory(x, rows, asked):
+    """x [M, W] as FP16 in ``octet_order``, written to the output's rows and read again.
+
+    What was read from memory, and not computed, is an operand of products in shared memory, not in registers.
+    """
+    channel = tl.arange(0, x.shape[1])[None, :]
+    tl.store((rows + channel).to(tl.pointer_type(tl.float16), bitcast=True), x.to(tl.float16), mask=asked)
+    tl.debug_barrier()
+    at = (rows + octet_order(channel)).to(tl.pointer_type(tl.float16), bitcast=True)
+    return tl.load(at, mask=asked, other=0.0)
+
+
+@triton.jit
 def _attend_past(
-    query, largest, total, acc, pages, table, past, exponent, k_means, head, block_stride, k_start, v_start,
+    query, largest, total, acc, pages, table, past, k_means, head, block_stride, k_start, v_start, magic,
     CHAIN: tl.constexpr, ALPHA: tl.constexpr, S: tl.constexpr, D: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """The online softmax over all packed tokens of the sequence, in the rotated space."""
+    """The online softmax over all packed tokens of the sequence: query, turned and times the scale in log2, and acc in
+    the rotated space and ``octet_order``, scores without what the last loop's mean adds."""
     W: tl.constexpr = query.shape[1]
-    query = query.to(tl.float16)
     for start in range(0, past, BLOCK_N):
         t = start + tl.arange(0, BLOCK_N)
         inside = t < past
-        page = pages + tl.load(table + t // S, mask=inside, other=0).to(tl.int64) * block_stride
-        keys = _to_fp16(rebuild(page + k_start, t % S, inside, k_means, head, 0, CHAIN, ALPHA, D, W))
-        scores = tl.where(inside[None, :], tl.dot(query, tl.trans(keys)) * exponent, float("-inf"))
+        known = tl.minimum(t, past - 1)  # there is no need to ask again which token is one
+        page = pages + tl.load(table + known // S).to(tl.int64) * (block_stride * 8)
+        keys = rebuild(page + k_start * 8, known % S, k_means, head, magic, 0, CHAIN, ALPHA, D, W, tl.float16)
+        scores = tl.where(inside[None, :], tl.dot(query, tl.trans(keys)), float("-inf"))
         weights, largest, total, acc = _weigh(scores, largest, total, acc)
-        values = _to_fp16(rebuild(page + v_start, t % S, inside, None, head, 1, CHAIN, ALPHA, D, W))
+        values = rebuild(page + v_start * 8, known % S, None, head, magic, 1, CHAIN, ALPHA, D, W, tl.float16)
         acc = tl.dot(weights.to(tl.float16), values, acc)
     return largest, total, acc
 
@@ -173,7 +203,7 @@ def _attend_present(
 ):  # fmt: skip
     """The online softmax over this step's tokens before ``end``, causal, in the original space."""
     channel = tl.arange(0, query.shape[1])[None, :]
-    for start in range(0, end, BLOCK_N):
+    for start in tl.range(0, end, BLOCK_N, num_stages=1):
         t = start + tl.arange(0, BLOCK_N)
         inside = (t < end)[:, None] & (channel < D)
         keys = tl.load(k + t[:, None].to(tl.int64) * k_stride + channel, mask=inside, other=0.0)
@@ -194,11 +224,6 @@ def _weigh(scores, largest, total, acc):
     return weights, larger, total * shrink + tl.sum(weights, 1), acc * shrink[:, None]
 
 
-@triton.jit
-def _to_fp16(z):
-    return tl.minimum(tl.maximum(z, -65504.0), 65504.0).to(tl.float16)
-
-
 def prefill_attention(
     out: Tensor,
     q: Tensor,
@@ -217,6 +242,7 @@ def prefill_attention(
     k_means: Tensor | None = None,
     *,
     group: int = 0,
+    check: bool = True,
     check_table: bool = False,
 ) -> None:
     """Attention of this step's queries of one loop over packed past and BF16 present, into ``out`` (Sec. 4).
@@ -236,29 +262,28 @@ def prefill_attention(
         max_queries: no sequence has more tokens in q.
         scale: of the scores, 1/sqrt(D) as a rule.
         k_matrix, v_matrix, k_means, group: as given to the writer.
+        check: raise ValueError as below; to leave out where such arguments were checked before.
         check_table: make sure that queries lie in q and pages named by the table exist; waits for the GPU.
 
     Raises:
         ValueError: an argument of another shape, dtype or device, or a layout that the kernel does not read.
     """
-    _check(out, q, k, v, pages, layout, loop, block_table, query_start, seq_lens, k_matrix, v_matrix, k_means, group)
-    check_count("max_queries", max_queries, 0)
-    check_scale(scale)
+    if check:
+        _check(out, q, k, v, pages, layout, loop, block_table, query_start, seq_lens, max_queries, scale, k_matrix,
+               v_matrix, k_means, group)  # fmt: skip
     if check_table and len(seq_lens):
         _check_table(block_table, query_start, seq_lens, len(q), max_queries, layout.page_tokens, len(pages))
     (heads, head_dim), repeat, words = k.shape[1:], q.shape[1] // k.shape[1], pages.view(torch.int16)
     parameters = tuned("prefill_attention", pages.device, head_dim, q.dtype)
     blocks = triton.cdiv(max_queries, parameters["BLOCK_M"] // repeat)
-    if not blocks * len(seq_lens):
-        return
-    prefill_attention_kernel[(blocks, heads, len(seq_lens))](
-        out, q, k, v, words, block_table, query_start, seq_lens, k_matrix, v_matrix, k_means, scale,
-        *(stride for tensor in (out, q, k, v) for stride in tensor.stride()[:2]),
-        head_stride(k_matrix), head_stride(v_matrix), *words.stride()[:2], block_table.stride(0),
-        *(layout.planes_of(kv, group)[0].offset // 2 for kv in "kv"),
-        **chain(layout, loop), R=repeat, S=layout.page_tokens,
-        D=head_dim, BLOCK_D=triton.next_power_of_2(head_dim), **parameters,
-    )  # fmt: skip
+    if blocks * len(seq_lens):
+        prefill_attention_kernel[(blocks, heads, len(seq_lens))](
+            out, q, k, v, words, block_table, query_start, seq_lens, k_matrix, v_matrix, k_means, scale,
+            *(stride for tensor in (out, q, k, v) for stride in tensor.stride()[:2]),
+            head_stride(k_matrix), head_stride(v_matrix), *(stride // 8 for stride in words.stride()[:2]),
+            block_table.stride(0), *(first // 8 for first in first_words(layout, group)), MAGIC, **chain(layout, loop),
+            R=repeat, S=layout.page_tokens, D=head_dim, BLOCK_D=triton.next_power_of_2(head_dim), **parameters,
+        )  # fmt: skip
 
 
 def _check_table(
@@ -278,8 +303,9 @@ def _check_table(
 
 
 def _check(
-    out, q, k, v, pages, layout, loop, block_table, query_start, seq_lens, k_matrix, v_matrix, k_means, group
-) -> None:
+    out, q, k, v, pages, layout, loop, block_table, query_start, seq_lens, max_queries, scale, k_matrix, v_matrix,
+    k_means, group,
+) -> None:  # fmt: skip
     tokens, query_heads, _ = sizes("q", q, "T, Hq, D")
     heads = sizes("k", k, "T, H, D")[1]
     (sequences,) = sizes("seq_lens", seq_lens, "B")
@@ -301,6 +327,8 @@ def _check(
         query_start=(query_start, [[sequences + 1]], integers, 1),
         seq_lens=(seq_lens, [[sequences]], integers, 1),
     )
+    check_count("max_queries", max_queries, 0)
+    check_scale(scale)
 
 
 def prefill_attention_cost(

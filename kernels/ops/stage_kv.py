@@ -51,7 +51,7 @@ def stage_kv_kernel(
     tl.store(kept + value, x.to(staged.dtype.element_ty), mask=inside)
 
 
-def stage_kv(staged: Tensor, k: Tensor, v: Tensor, sanitised: Tensor | None = None) -> None:
+def stage_kv(staged: Tensor, k: Tensor, v: Tensor, sanitised: Tensor | None = None, *, check: bool = True) -> None:
     """Keep K and V of one loop of a step, finite, in ``staged``.
 
     Allocates nothing and never waits for the GPU.
@@ -60,11 +60,24 @@ def stage_kv(staged: Tensor, k: Tensor, v: Tensor, sanitised: Tensor | None = No
         staged: [2, T, H, D] bf16 (or another floating-point dtype), the last two axes contiguous, as those of k and v.
         k, v: [T, H, D] of one floating-point dtype, post-RoPE.
         sanitised: int32 [1], increased by the values that were NaN, infinite or beyond +-65504.
+        check: raise ValueError as below; to leave out where such arguments were checked before.
 
     Raises:
         ValueError: an argument of another shape, dtype or device.
     """
-    tokens, heads, head_dim = shape = sizes("k", k, "T, H, D")
+    if check:
+        _check(staged, k, v, sanitised)
+    tokens, heads, head_dim = k.shape
+    count = heads * head_dim
+    if tokens:
+        stage_kv_kernel[(tokens, triton.cdiv(count, BLOCK), 2)](
+            staged, k, v, sanitised, *staged.stride()[:2], k.stride(0), v.stride(0),
+            COUNT=count, LIMIT=BF16_LIMIT, CODED=LIMIT, BLOCK=BLOCK,
+        )  # fmt: skip
+
+
+def _check(staged, k, v, sanitised) -> None:
+    shape = sizes("k", k, "T, H, D")
     check_device(k.device)
     check_tensors(
         k.device,
@@ -73,12 +86,6 @@ def stage_kv(staged: Tensor, k: Tensor, v: Tensor, sanitised: Tensor | None = No
         v=(v, [shape], (k.dtype,), 2),
         sanitised=(sanitised, [[1]], (torch.int32,), 1),
     )
-    count = heads * head_dim
-    if tokens:
-        stage_kv_kernel[(tokens, triton.cdiv(count, BLOCK), 2)](
-            staged, k, v, sanitised, *staged.stride()[:2], k.stride(0), v.stride(0),
-            COUNT=count, LIMIT=BF16_LIMIT, CODED=LIMIT, BLOCK=BLOCK,
-        )  # fmt: skip
 
 
 def stage_kv_cost(tokens: int, heads: int, head_dim: int, state_bytes: int = 2) -> tuple[int, int]:

@@ -89,8 +89,9 @@ class LoopedAttention(nn.Module, AttentionLayerBase):
     def attend(self, loop: int, q: Tensor, k: Tensor, v: Tensor, batch: StepBatch, out: Tensor) -> None:
         """One loop of a step: q [T, Hq, D], k and v [T, H, D], into out [T, Hq, D]; the last loop fills the pages."""
         staged = self.staged[:, :, : len(q)]
-        self.paged.stage(staged[:, loop], k, v)
-        self.paged.attend(loop, q, *staged[:, loop], self.kv_cache, batch, out)
+        own = staged[:, loop]
+        self.paged.stage(own, k, v)
+        self.paged.attend(loop, q, *own, self.kv_cache, batch, out)
         if loop == self.loops - 1:
             self.paged.write(self.kv_cache, batch.slots, *staged)
 
@@ -104,7 +105,7 @@ def looped_attention(q: Tensor, k: Tensor, v: Tensor, out: Tensor, layer_name: s
         out.zero_()
         return
     batch = metadata[layer_name]
-    q, k, v, out = (x[: batch.tokens].unflatten(-1, (-1, layer.head_dim)) for x in (q, k, v, out))
+    q, k, v, out = (x[: batch.tokens].view(batch.tokens, -1, layer.head_dim) for x in (q, k, v, out))
     layer.attend(loop, q, k, v, batch, out)
 
 

@@ -53,6 +53,21 @@ class StepBatch:
         return (self.seq_lens[: self.decodes] - 1).clamp_(min=0)
 
     @cached_property
+    def continued(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Block table, ``query_start`` and ``seq_lens`` of the longer pieces that have a past."""
+        end = len(self.seq_lens) - self.beginnings
+        return (
+            self.block_table[self.decodes : end],
+            self.query_start[self.decodes : end + 1],
+            self.seq_lens[self.decodes : end],
+        )
+
+    @cached_property
+    def first_beginning(self) -> int:
+        """The first token of the requests that have no past."""
+        return int(self.query_start_cpu[len(self.seq_lens) - self.beginnings])
+
+    @cached_property
     def beginning_starts(self) -> Tensor:
         """int32 [beginnings + 1], first token of each request that has no past, counted from the first of them."""
         starts = self.query_start[len(self.seq_lens) - self.beginnings :]

@@ -7,6 +7,8 @@ pieces to chunked prefill. Queries are read as BF16 and rotations as FP16.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -71,8 +73,10 @@ class KernelPages(PackedPages):
     def __init__(self, layout: PageLayout, rotations: LayerRotations, layer: int, scratch: Scratch):
         super().__init__(layout, rotations, layer)
         self._scratch, self._prompt_attention = scratch, prompt_attention(layout.head_dim)
+        self._check = layer == 0  # of the kernels' arguments: those of other layers differ in nothing that is checked
         groups = range(layout.groups)
         self._rotations = {(group, kind): self._as_read(group, kind) for group in groups for kind in "kv"}
+        self._operands = [self._matrices(group) for group in groups]
 
     def _as_read(self, group: int, kind: str) -> Rotation | None:
         """A rotation as the kernels read it."""
@@ -85,18 +89,18 @@ class KernelPages(PackedPages):
     def rotation(self, group: int, kind: str) -> Rotation | None:
         return self._rotations[group, kind]
 
-    def _operands(self, group: int) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    def _matrices(self, group: int) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """Matrices of K and of V, and means of K."""
         k, v = self.rotation(group, "k"), self.rotation(group, "v")
         return (None, None, None) if k is None or v is None else (k.matrix, v.matrix, k.means)
 
     def stage(self, staged: Tensor, k: Tensor, v: Tensor) -> None:
-        stage_kv(staged, k, v, sanitised(staged.device).tensor)
+        stage_kv(staged, k, v, sanitised(staged.device).tensor, check=self._check)
 
     def write(self, pages: Tensor, slots: Tensor, k: Tensor, v: Tensor) -> None:
-        for group in range(self.layout.groups):
+        for group, operands in enumerate(self._operands):
             loops = slice(group * self.layout.config.loops, (group + 1) * self.layout.config.loops)
-            pack_kv(pages, self.layout, slots, k[loops], v[loops], *self._operands(group), group=group)
+            pack_kv(pages, self.layout, slots, k[loops], v[loops], *operands, group=group, check=self._check)
 
     def attend(
         self, loop: int, q: Tensor, k: Tensor, v: Tensor, pages: Tensor, batch: StepBatch, out: Tensor | None = None
@@ -104,21 +108,19 @@ class KernelPages(PackedPages):
         out = torch.empty_like(q) if out is None else out
         q = q.to(self.step_dtype)
         group, inner = divmod(loop, self.layout.config.loops)
-        operands, decodes = self._operands(group), batch.decodes
+        operands, decodes = self._operands[group], batch.decodes
+        if self._prompt_attention is None and batch.beginnings:
+            batch = replace(batch, beginnings=0)
         if decodes:
             past = Past(pages, self.layout, batch.block_table[:decodes], batch.decode_pasts, *operands, group)
             own = (x[:decodes] for x in (q, k, v))
-            decode_attention(*own, past, inner, self._scratch.of(decodes), out=out[:decodes])
-        requests = len(batch.seq_lens)
-        continued = slice(decodes, requests if self._prompt_attention is None else requests - batch.beginnings)
-        if continued.start < continued.stop:
+            decode_attention(*own, past, inner, self._scratch.of(decodes), out=out[:decodes], check=self._check)
+        if decodes + batch.beginnings < len(batch.seq_lens):
             prefill_attention(
-                out, q, k, v, pages, self.layout, inner, batch.block_table[continued],
-                batch.query_start[decodes : continued.stop + 1], batch.seq_lens[continued], batch.longest,
-                self.layout.head_dim**-0.5, *operands, group=group,
+                out, q, k, v, pages, self.layout, inner, *batch.continued, batch.longest,
+                self.layout.head_dim**-0.5, *operands, group=group, check=self._check,
             )  # fmt: skip
-        if continued.stop < requests:
-            first = int(batch.query_start_cpu[continued.stop])
-            own = (x[first:] for x in (q, k, v))
-            out[first:] = self._prompt_attention(*own, batch.beginning_starts, batch.longest)
+        if batch.beginnings:
+            own = (x[batch.first_beginning :] for x in (out, q, k, v))
+            self._prompt_attention(*own, batch.beginning_starts, batch.longest)
         return out
