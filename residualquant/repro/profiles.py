@@ -180,7 +180,7 @@ PROFILES = {
             "full",
             {"ouro": _sizes(800, 400), "huginn": _sizes(400, 400)},
             device="cuda",
-            cost="twenty to twenty-five minutes on one H200, four processes at once",
+            cost="a quarter of an hour on one H200, then minutes of scoring on a CPU",
         ),
         Profile(
             "paper",
