@@ -203,7 +203,7 @@ def _attend_present(
 ):  # fmt: skip
     """The online softmax over this step's tokens before ``end``, causal, in the original space."""
     channel = tl.arange(0, query.shape[1])[None, :]
-    for start in tl.range(0, end, BLOCK_N, num_stages=1):
+    for start in range(0, end, BLOCK_N):
         t = start + tl.arange(0, BLOCK_N)
         inside = (t < end)[:, None] & (channel < D)
         keys = tl.load(k + t[:, None].to(tl.int64) * k_stride + channel, mask=inside, other=0.0)
