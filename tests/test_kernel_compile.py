@@ -30,7 +30,7 @@ class Driver:
 
 def compile_only(self, *arguments, warmup, launch=JITFunction.run, **more):
     made = launch(self, *arguments, warmup=True, **more)
-    print(f"shared memory: {made.metadata.shared}", made.asm["ptx"], sep="\\n")
+    print(f"shared memory: {made.metadata.shared}", made.asm["ttir"], made.asm["ptx"], sep="\\n")
 
 triton.runtime.driver.set_active(Driver())
 JITFunction.run = compile_only
@@ -56,12 +56,13 @@ def writer(head_dim, tokens=64, heads=16, dtype=torch.bfloat16, processors=0, wa
     pages = allocate_pages(layout, tokens // 16 + 1, heads)
     pack_kv.pack_kv(pages, layout, torch.arange(tokens), k, v, *turned(layout, heads), **more)
 
-def prefill(head_dim, loop, heads=16, repeat=1, dtype=torch.bfloat16, **config):
+def prefill(head_dim, loop, heads=16, repeat=1, dtype=torch.bfloat16, out=None, **config):
     layout = PageLayout(KVQuantConfig(**config), head_dim)
     q, k, v = (zeros(64, n, head_dim, dtype=dtype) for n in (heads * repeat, heads, heads))
     table, start, lens = (zeros(*shape, dtype=torch.int32) for shape in ((1, 16), (2,), (1,)))
     past = allocate_pages(layout, 16, heads), layout, loop, table, start, lens
-    prefill_attention.prefill_attention(q.clone(), q, k, v, *past, 64, 1.0, *turned(layout, heads))
+    out = torch.empty_like(q, dtype=out)
+    prefill_attention.prefill_attention(out, q, k, v, *past, 64, 1.0, *turned(layout, heads))
 
 def decode(head_dim, loop, heads=16, repeat=1, **config):
     layout = PageLayout(KVQuantConfig(**config), head_dim)
@@ -90,6 +91,7 @@ KERNELS = {  # architecture, call
     "writer, D = 256, FP32": (120, f"writer(256, {FP32}, {OURO})"),
     "staging": (90, "staging(64, 3, 96)"),
     "prefill, Ouro": (90, f"prefill(128, 0, {OURO})"),
+    "prefill, Ouro, FP32 output": (90, f"prefill(128, 0, out=torch.float32, {OURO})"),
     "prefill, Huginn's anchor": (90, f"prefill(96, 3, heads=55, {OURO})"),
     "prefill, chained, 3 bits": (120, "prefill(64, 1, repeat=2, bits=(4, 3), group_size=16, reference='previous')"),
     "prefill, FP32": (120, f"prefill(128, 0, {FP32}, {OURO})"),
@@ -118,5 +120,8 @@ def test_it_compiles(name):
     assert run.returncode == 0, run.stderr[-2000:]
     assert run.stdout.count(".visible .entry") == 1
     assert int(re.match(r"shared memory: (\d+)", run.stdout)[1]) < LEAST_SHARED
+    casts = re.findall(r"tt\.bitcast .* -> tensor<([\dx]+)x!tt\.ptr", run.stdout)
+    assert casts or not name.startswith("prefill")
+    assert all(shape.endswith("x1") for shape in casts)  # a cast row would stay contiguous, in elements of another size
     if name.startswith("writer"):  # either would round some codes otherwise than the reference
         assert "fma.rn.f32" not in run.stdout and "div.full.f32" not in run.stdout

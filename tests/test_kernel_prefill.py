@@ -53,10 +53,10 @@ def problem(layout, heads, repeat, past, new, dtype, seed=0):
     return q, k, v, pages, table, start, lens, turn
 
 
-def check(layout, heads, repeat, past, new, dtype, loops=None, tolerance=1e-3):
+def check(layout, heads, repeat, past, new, dtype, loops=None, tolerance=1e-3, out_dtype=None):
     q, k, v, pages, table, start, lens, turn = problem(layout, heads, repeat, past, new, dtype)
     for loop in loops or range(layout.config.loops):
-        out = torch.full_like(q, torch.nan)
+        out = torch.full_like(q, torch.nan, dtype=out_dtype)
         scale = layout.head_dim**-0.5
         prefill_attention(out, q, k, v, pages, layout, loop, table, start, lens, max(new), scale, *turn)
         expected = prefill_attention_reference(q, k, v, pages, layout, loop, table, start, lens, scale, *turn)
@@ -217,13 +217,14 @@ def test_bf16_attention_of_the_benchmark_is_causal_over_the_past(past):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("out_dtype", [None, torch.float32], ids=["out as the states", "out float32"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
 @pytest.mark.parametrize("reference", ["last", "direct", "previous"])
-def test_attention_on_a_gpu(reference, head_dim, dtype):
+def test_attention_on_a_gpu(reference, head_dim, dtype, out_dtype):
     layout = PageLayout(preset("INT2/4 g=32", reference=reference, rotation="hadamard"), head_dim)
-    new = [70, 1, 130, 33]
-    check(layout, 2, 2, [300, 17, 0, 64], new, dtype, loops=(0, 3), tolerance=4e-3 if dtype == torch.bfloat16 else 1e-3)
+    tolerance = 4e-3 if dtype == torch.bfloat16 else 1e-3
+    check(layout, 2, 2, [300, 17, 0, 64], [70, 1, 130, 33], dtype, (0, 3), tolerance, out_dtype)
 
 
 @pytest.mark.gpu

@@ -111,12 +111,14 @@ def speeds(step, prompt):
 
 @pytest.fixture
 def records(tmp_path, monkeypatch):
-    """Packed prompts take 2 s instead of 1, packed answers 10 ms a token instead of 20; Huginn raw is missing."""
+    """Packed prompts take 2 s instead of 1, packed answers 10 ms a token instead of 20; of Huginn raw, in another run,
+    there is the capacity alone."""
     monkeypatch.setattr(readme.paths, "data_dir", lambda profile: tmp_path)
     options = {"max_num_seqs": 2, "max_num_batched_tokens": 64, "gpu_memory_utilization": 0.9}
     protocol = {"config": {"preset": "INT2 g=32", "rotation": "none"}, "options": options}
     ouro = {"packed": speeds(100.0, 50), "raw": speeds(50.0, 100), "protocol": protocol | {"model": "ouro"}}
-    huginn = {"packed": speeds(5.0, 7), "protocol": protocol | {"model": "huginn"}}
+    raw = {"tokens_that_fit": 35, "provenance": {"date": "2026-12-01T01:24:40+00:00", "commit": "2"}}
+    huginn = {"packed": speeds(5.0, 7), "raw": raw, "protocol": protocol | {"model": "huginn"}}
     checks = [
         {"name": "a", "answers": {"tokens_each": 8, "tokens_that_agree": [8, 3]}, "commit": "1", "note": "so"},
         {"name": "b", "tests": {"passed": 2, "failed": ["test_x"]}, "commit": "1"},
@@ -138,10 +140,13 @@ def test_the_recommendation_weighs_slower_prompts_against_faster_answers(records
     assert '--config "INT2 g=32" --rotation none -- --max-num-seqs 2' in text and "holds 0.50 times" in text
 
 
-def test_what_was_not_measured_is_a_dash(records):
-    rows = cells(readme.speed_block())
+def test_what_was_not_measured_is_a_dash_and_another_run_is_named(records):
+    text = readme.speed_block()
+    rows = cells(text)
     assert ["Ouro-1.4B", "Generated tokens per second, 100 x 2", "100", "50", "2.00"] in rows
+    assert ["Huginn-0125", "Tokens that fit", "70", "35", "2.00"] in rows
     assert ["Huginn-0125", "Prompt tokens per second, 100 x 2", "7", "–", "–"] in rows
+    assert text.endswith("Huginn-0125's BF16 column is of another run, on 2026-12-01, commit 2.")
 
 
 def test_checks_say_what_parted_and_what_failed(records):

@@ -170,10 +170,10 @@ def _through_memory(x, rows, asked):
     What was read from memory, and not computed, is an operand of products in shared memory, not in registers.
     """
     channel = tl.arange(0, x.shape[1])[None, :]
-    tl.store((rows + channel).to(tl.pointer_type(tl.float16), bitcast=True), x.to(tl.float16), mask=asked)
+    rows = rows.to(tl.pointer_type(tl.float16), bitcast=True)  # before the channels are added: the output may be FP32
+    tl.store(rows + channel, x.to(tl.float16), mask=asked)
     tl.debug_barrier()
-    at = (rows + octet_order(channel)).to(tl.pointer_type(tl.float16), bitcast=True)
-    return tl.load(at, mask=asked, other=0.0)
+    return tl.load(rows + octet_order(channel), mask=asked, other=0.0)
 
 
 @triton.jit
@@ -203,7 +203,7 @@ def _attend_present(
 ):  # fmt: skip
     """The online softmax over this step's tokens before ``end``, causal, in the original space."""
     channel = tl.arange(0, query.shape[1])[None, :]
-    for start in tl.range(0, end, BLOCK_N, num_stages=1):
+    for start in range(0, end, BLOCK_N):
         t = start + tl.arange(0, BLOCK_N)
         inside = (t < end)[:, None] & (channel < D)
         keys = tl.load(k + t[:, None].to(tl.int64) * k_stride + channel, mask=inside, other=0.0)

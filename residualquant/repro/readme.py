@@ -1,8 +1,9 @@
 """Fill the generated blocks of README.md and docs/serving.md from the committed records: no number is typed by hand.
 
 A block lies between ``<!-- generated:NAME -->`` and ``<!-- /generated:NAME -->``. Those on vLLM are made of
-``data/h200``: ``vllm_speed*.json`` (:mod:`residualquant.vllm.bench`), ``vllm_accuracy.csv``
-(:func:`residualquant.repro.serving.compare_engines`) and ``vllm.json``, a list of checks with their protocols.
+``data/h200``: ``vllm_speed*.json`` (:mod:`residualquant.vllm.bench`; a raw cache measured in a run of its own has its
+own provenance there), ``vllm_accuracy.csv`` (:func:`residualquant.repro.serving.compare_engines`) and ``vllm.json``, a
+list of checks with their protocols.
 """
 
 from __future__ import annotations
@@ -244,12 +245,15 @@ def speed_block() -> str:
     first = answers.iloc[0]
     said = f"Answers to the same problems ({first.model}, {first.config}, McNemar's exact test): {judged}."
     head = f"{_gpu()}, vLLM {first.vllm}, the models' shapes with random weights, {_config()}"
+    for name, speed in _speeds():
+        if made := speed.get("raw", {}).get("provenance"):
+            said += f" {name}'s BF16 column is of another run, on {made['date'][:10]}, commit {made['commit']}."
     return f"{head} (–: not measured):\n\n{markdown(pd.DataFrame(cells, columns=columns))}\n\n{said}"
 
 
 def choice_block() -> str:
     """Which cache serves which load sooner, by the measured speeds of prompts and of answers."""
-    (speed,) = (speed for _, speed in _speeds() if "raw" in speed)
+    speed = dict(_speeds())[PUBLISHED["ouro"]]
     rows = []
     for packed, raw in _points(speed):
         ratios = {f"{what} tokens": packed[key] / raw[key] for what, key in SPEEDS.items()}
