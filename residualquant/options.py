@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,6 +61,11 @@ class KVOptions:
         loops = min(4, model_loops) if self.loops is None else self.loops
         if loops > MOST_LOOPS:
             raise ValueError(f"loops must be at most {MOST_LOOPS}, got {loops}")
+        layers = Counter(layer for layer, _ in changes.get("layer_bits", ()))
+        for layer, bits in changes.get("layer_bits", ()):
+            if layers[layer] > 1 or len(bits) != loops:
+                got = f"{layer + 1}:{','.join(map(str, bits))}"
+                raise ValueError(f"layer-bits must name each layer once, with bits of {loops} loops, got {got}")
         configs = [preset(label, loops, **({} if label == "BF16" else changes)) for label in labels]
         return list(dict.fromkeys(configs))
 

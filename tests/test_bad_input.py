@@ -208,10 +208,16 @@ def test_other_errors_of_torch_stay_visible(monkeypatch):
         cli.main(["info"])
 
 
-def test_a_table_without_its_columns(tmp_path, monkeypatch, capsys):
+ERRORS = "model,rotation,config,reference,layer,loop_group,of,head,error,n,split\nm,hadamard,c,last,1,1,K,1,"
+
+
+@pytest.mark.parametrize(
+    "text", ["key,error\n1,2\n", *(f"{ERRORS}{error},64,s\n" for error in ("abc", "nan", "inf", "-1", ""))]
+)
+def test_damaged_errors_of_rotations(tmp_path, monkeypatch, capsys, text):
     file = tmp_path / "data" / "full" / "rotation_errors.csv"
     file.parent.mkdir(parents=True)
-    file.write_text("key,error\n1,2\n")
+    file.write_text(text)
     monkeypatch.setenv("RESIDUALQUANT_HOME", str(tmp_path))
     with pytest.raises(SystemExit, match="2"):
         cli.main(["tables", "--profile", "full", "--only", "rotations"])

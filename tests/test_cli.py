@@ -302,6 +302,7 @@ def test_layers_of_their_own_precision(capsys, home, tiny_model):
         ("--layer-bits", "0:4,4,4,4"),
         ("--layer-bits", "2:4,4,4,4"),
         ("--layer-bits", "1:4,4"),
+        ("--layer-bits", "1:4,4,4,4", "1:4,4,4,2"),
         ("--layer-bits", "1=4,4,4,4"),
         ("--layer-bits", "1:5,4,4,4"),
         ("--max-new-tokens", "0"),
@@ -316,7 +317,13 @@ def test_layers_of_their_own_precision(capsys, home, tiny_model):
 def test_a_refused_eval_writes_nothing(capsys, home, tiny_model, options):
     code, _, err = call(capsys, *EVAL, "INT2 g=32", "--n", "1", *options)
     assert code == 2 and err.startswith("residualquant: ") and err.count("\n") == 1
+    assert "layer_bits must" not in err  # which counts layers from 0
     assert not list(home.rglob("*"))
+
+
+def test_nothing_to_collect_is_one_sentence(capsys, home):
+    code, _, err = call(capsys, "collect", "--profile", "smoke")
+    assert code == 2 and "there are no answers in data/runs/smoke/parts or data/smoke/records" in err, err
 
 
 def test_the_paper_profile_leaves_the_papers_numbers_alone(capsys, home):

@@ -265,7 +265,7 @@ def collect_cells(profile: str | Profile) -> Iterator[str]:
     A part's cell replaces what the profile's records hold for the same task, configuration, n and seed.
 
     Raises:
-        ResidualQuantError: a part is damaged, or the scorers are not those that the records name.
+        ResidualQuantError: a part is damaged, the scorers are not those that the records name, or there is no answer.
     """
     from residualquant.evals.run import score_records
 
@@ -279,7 +279,11 @@ def collect_cells(profile: str | Profile) -> Iterator[str]:
     for name, files in sorted(parts.items()):
         merged = merge_records(paths.records_dir(profile.name) / name, files)
         yield f"{name}: {counted(merged, 'answer')} from {counted(len(files), 'part')}"
-    for file in list_records(paths.records_dir(profile.name)):
+    records = list_records(paths.records_dir(profile.name))
+    if not records:
+        places = " or ".join(map(paths.show, (paths.parts_dir(profile.name), paths.records_dir(profile.name))))
+        raise ResidualQuantError(f"there are no answers in {places}: `residualquant cells` makes them")
+    for file in records:
         yield f"{file.name}: {counted(score_records(file), 'answer')} scored"
 
 

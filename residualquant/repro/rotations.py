@@ -41,7 +41,10 @@ def rotation_errors_of(profile: str | Profile, compute: bool = False) -> pd.Data
     if not file.is_file():
         raise ResidualQuantError(f"{paths.show(file)} is missing: `make reproduce PROFILE={profile.name}` makes it")
     try:
-        return pd.read_csv(file)[list(COLUMNS)]
+        errors = pd.read_csv(file)[list(COLUMNS)].astype({"error": float, "n": int})
+        if not errors["error"].between(0, float("inf"), inclusive="left").all():
+            raise ValueError("an error must be a finite number of at least 0")
+        return errors
     except (OSError, ValueError, KeyError) as error:
         raise ResidualQuantError(f"{paths.show(file)} is damaged: {error}") from error
 
