@@ -19,7 +19,17 @@ from typing import Annotated, Literal
 import tyro
 
 from residualquant.errors import ResidualQuantError, check_count
-from residualquant.options import Changes, KVOptions, Only, Profile, check_file, from_0, label_of, read_text_file
+from residualquant.options import (
+    Changes,
+    KVOptions,
+    Only,
+    Profile,
+    check_file,
+    check_folder,
+    from_0,
+    label_of,
+    read_text_file,
+)
 
 NO_CHANGES, WITH_OPTR_H, WITH_HADAMARD = KVOptions(), KVOptions(rotation="optr_h"), KVOptions(rotation="hadamard")
 
@@ -210,7 +220,7 @@ def inspect(
         queries: Last queries of each problem that the attention error is taken over.
         model: A shipped model's name, a folder or a hub id; the trace's or the task's own model when left out.
         device: cpu or cuda; the GPU where there is one when left out.
-        out: Folder of the results; data/runs/inspect/<model>.<task or trace> when left out.
+        out: Folder of the results; data/runs/inspect/<model>.<task>, or <model>.trace-<its name>, when left out.
     """
     from residualquant.evals.texts import unseen_texts
     from residualquant.inspect import Traced, draw_inspection, inspect_trace, loop_means, worst
@@ -232,7 +242,7 @@ def inspect(
             raise ResidualQuantError(f"{show(trace)} is not of {loaded.name} as it is now: its weights are others")
         learnt = _rotations(loaded, [asked], task, rotations).get(0)
     table = inspect_trace(seen.texts, asked, learnt, seen.layers, queries)
-    out = out or runs_dir("inspect") / f"{seen.model}.{task if trace is None else trace.stem}"
+    out = out or runs_dir("inspect") / f"{seen.model}.{task if trace is None else f'trace-{trace.stem}'}"
     write_atomic(out / "inspect.csv", table.to_csv(index=False, float_format="%.6g"))
     draw_inspection(table).save(out, "inspect")
     for rows in (loop_means(table), worst(table)):
@@ -282,10 +292,11 @@ def calibrate(
         _print_table(rows)
         print(how)
         return
+    check_folder("out", out)
+    sizes = calibration.CalibrationSizes(fit, holdout, steps, seed)
     begun, loaded = time.monotonic(), _load(task, model, device)
     shape = loaded.kv_shape
     (asked,) = kv.configs([config], shape.loops, shape.layers)
-    sizes = calibration.CalibrationSizes(fit, holdout, steps, seed)
     calibration.calibrated(loaded, asked, task, sizes, out)
     folder = calibration.artefact_folder(loaded, asked, task, sizes, out)
     _print_table(calibration.loss_table(folder))

@@ -225,7 +225,13 @@ class PageLayout:
         return last.offset + _round_up(last.token_bytes * self.page_tokens, PLANE_ALIGNMENT)
 
     def planes_of(self, kv: str, group: int = 0) -> tuple[Plane, ...]:
-        """The planes of K or of V of one loop group."""
+        """The planes of K or of V of one loop group.
+
+        Raises:
+            ValueError: no such group in this layout.
+        """
+        if group not in range(self.groups):
+            raise ValueError(f"group must be from 0 to {self.groups - 1}, got {group!r}")
         return tuple(plane for plane in self.planes if (plane.kv, plane.group) == (kv, group))
 
     def plane(self, kv: str, loop: int, kind: str, group: int = 0) -> Plane:

@@ -87,9 +87,16 @@ def label_of(config) -> str:
 
 
 def check_file(name: str, path: Path | None) -> None:
-    """``path`` can be the name of a file to write."""
-    if path is not None and (not path.name or path.is_dir()):
-        raise ValueError(f"{name} must name a file, got the folder {str(path)!r}")
+    """``path`` can be the name of a file to write: a regular one, as it is replaced."""
+    if path is not None and (not path.name or (path.exists() and not path.is_file())):
+        kind = "folder" if not path.name or path.is_dir() else "device"
+        raise ValueError(f"{name} must name a file, got the {kind} {str(path)!r}")
+
+
+def check_folder(name: str, path: Path | None) -> None:
+    """``path`` can be the name of a folder to write to."""
+    if path is not None and (other := next((p for p in (path, *path.parents) if p.exists()), path)).is_file():
+        raise ValueError(f"{name} must name a folder, got {str(path)!r}, where {str(other)!r} is a file")
 
 
 def from_0(name: str, chosen: tuple[int, ...] | None, count: int) -> tuple[int, ...] | None:

@@ -80,7 +80,9 @@ def test_rotations_are_compared_on_kept_errors_and_measured_once(tmp_path, monke
 
     def errors(model, task, configs, rotations, sizes, n):
         asked.append((task, [c.rotation for c in configs], rotations, n))
-        about = {"model": "m", "config": "INT2/4 g=32", "reference": "last", "loop_group": 1, "n": n, "split": "third"}
+        first = sizes.fit + sizes.holdout
+        about = {"model": "m", "config": "INT2/4 g=32", "reference": "last", "loop_group": 1, "n": n}
+        about["split"] = f"training problems {first} to {first + n - 1} of algebra"
         values = {"hadamard": (4.0, 2.0), "oscar": (2.0, 8.0), "optr_h": (1.0, 1.0)}
         return pd.DataFrame(
             about | {"rotation": rotation, "layer": 1, "of": "K", "head": head + 1, "error": value}

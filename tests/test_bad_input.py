@@ -212,7 +212,12 @@ ERRORS = "model,rotation,config,reference,layer,loop_group,of,head,error,n,split
 
 
 @pytest.mark.parametrize(
-    "text", ["key,error\n1,2\n", *(f"{ERRORS}{error},64,s\n" for error in ("abc", "nan", "inf", "-1", ""))]
+    "text",
+    [
+        "key,error\n1,2\n",
+        *(f"{ERRORS}{error},64,training problems 256 to 319 of words\n" for error in ("abc", "nan", "inf", "-1", "")),
+        f"{ERRORS}1,64,training problems 96 to 159 of words\n",  # of another profile
+    ],
 )
 def test_damaged_errors_of_rotations(tmp_path, monkeypatch, capsys, text):
     file = tmp_path / "data" / "full" / "rotation_errors.csv"

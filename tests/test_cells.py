@@ -13,7 +13,7 @@ from residualquant.errors import ResidualQuantError
 from residualquant.repro import cells, cost, paths, profiles
 from residualquant.repro.labels import BF16, LABELS, lines
 from residualquant.repro.profiles import PROFILES, Profile
-from residualquant.repro.records import list_records, read_records
+from residualquant.repro.records import finished_name, list_records, read_records
 from residualquant.rotation.calibration import CALIBRATED
 
 N = 2
@@ -116,6 +116,17 @@ def test_parts_scored_later_give_what_one_run_gives(home, monkeypatch):
     assert answers(paths.records_dir("tiny")) == whole
     assert said[0] == f"mini-huginn.words.jsonl: {25 * N} answers from 3 parts"
     assert next(cells.collect_cells(TINY)).endswith(" 0 answers from 3 parts")
+
+
+def test_what_is_damaged_is_not_collected(home):
+    tiny = dataclasses.replace(TINY, problems={"huginn": {"words": N}})
+    cells.compute_cells(tiny, progress=False)
+    file = finished_name(list_records(paths.records_dir("tiny"))[0])
+    damaged = file.read_bytes()[:-50]
+    file.write_bytes(damaged)
+    with pytest.raises(ResidualQuantError, match=r"mini-huginn\.words\.jsonl\.xz is damaged"):
+        list(cells.collect_cells(tiny))
+    assert file.read_bytes() == damaged
 
 
 def test_a_part_replaces_older_cells(home, monkeypatch):
@@ -283,3 +294,16 @@ def test_a_step_that_is_stopped_is_timed_and_damage_is_said(tmp_path):
     (tmp_path / "t.csv").write_text("part,seconds\n1of2,-3\n")
     with pytest.raises(ResidualQuantError, match=r"t\.csv is damaged"):
         cost.read_timings(tmp_path / "t.csv")
+
+
+@pytest.mark.parametrize("changes", [{"part": "1of0"}, {"part": "x"}, {"seconds": "inf"}, {"seconds": "abc"}])
+def test_damaged_timings(tmp_path, changes):
+    row = dict.fromkeys(cost.COLUMNS, "1") | {"part": "1of2"}
+    file = tmp_path / cost.TIMING
+    for values, sound in ((row, True), (row | changes, False)):
+        file.write_text(",".join(values) + "\n" + ",".join(values.values()) + "\n")
+        if sound:
+            assert cost.read_timings(file) == [row]
+        else:
+            with pytest.raises(ResidualQuantError, match="is damaged: "):
+                cost.read_timings(file)

@@ -321,6 +321,19 @@ def test_a_refused_eval_writes_nothing(capsys, home, tiny_model, options):
     assert not list(home.rglob("*"))
 
 
+def test_a_device_is_not_replaced_by_records(capsys, home, tiny_model, tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    code, _, err = call(capsys, *EVAL, "INT2 g=32", "--n", "1", "--records", str(tmp_path / "pipe"))
+    assert code == 2 and "records must name a file, got the device" in err and (tmp_path / "pipe").is_fifo()
+
+
+def test_a_file_where_calibrations_should_go(capsys, home, tiny_model, tmp_path):
+    (tmp_path / "file").write_text("")
+    for out in (tmp_path / "file", tmp_path / "file" / "below"):
+        code, _, err = call(capsys, "calibrate", "--task", "words", "--fit", "1", "--holdout", "1", "--out", str(out))
+        assert code == 2 and "out must name a folder" in err and err.count("\n") == 1
+
+
 def test_nothing_to_collect_is_one_sentence(capsys, home):
     code, _, err = call(capsys, "collect", "--profile", "smoke")
     assert code == 2 and "there are no answers in data/runs/smoke/parts or data/smoke/records" in err, err

@@ -291,6 +291,7 @@ BAD = {
     "scratch": (dict(scratch=workspace(1, 2, 2, 64, 16, "cpu")), "at least 2 sequences, got 1"),
     "scratch of other heads": (dict(scratch=workspace(2, 4, 2, 64, 16, "cpu")), r"got \[2, 4, 1, 64\]"),
     "scale": (dict(scale=math.nan), "scale must be a finite number, got nan"),
+    "scale, beyond FP32": (dict(scale=10**400), "scale must be a finite number, got 1000"),
     "scale, text": (dict(scale="1"), "scale must be a finite number, got '1'"),
     "prefer": (dict(prefer="tpu"), "'tpu'"),
     "table": (dict(block_table=torch.full((2, 3), 99, dtype=torch.int32), check_table=True), "got 99 to 99"),

@@ -256,3 +256,11 @@ def test_pages_refuse_what_does_not_fit():
 def test_the_documented_layout_is_current(root):
     page = root / "docs" / "page_layout.md"
     assert page.read_text() == page_markdown(), "run python -m residualquant.layout_page"
+
+
+def test_groups_that_are_not_there():
+    """Nothing is written to or read from a loop group that the pages lack."""
+    layout = PageLayout(preset("INT2/4 g=32"), 64, 16, 2)
+    for group in (-1, 2):
+        with pytest.raises(ValueError, match=f"group must be from 0 to 1, got {group}"):
+            layout.planes_of("k", group)

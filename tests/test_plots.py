@@ -20,6 +20,7 @@ from residualquant.repro import (
     paths,
     plots,
     profiles,
+    rotations,
     storage,
     surfaces,
     tables,
@@ -54,7 +55,8 @@ def keep_analyses(folder):
         rows = pd.DataFrame([{"key": "x", "problem": i} | row for i in range(3)])
         paths.write_atomic(folder / f"{name}_problems.csv", rows.to_csv(index=False))
     about = {"key": "x", "model": "m", "config": "INT2/4 g=32", "reference": "last", "layer": 1, "loop_group": 1}
-    about |= {"of": "K", "head": 1, "n": 3, "split": "third"}
+    first, n = sum(TINY.calibration[kind] for kind in ("fit", "holdout")), min(rotations.MOST_TEXTS, TINY.texts)
+    about |= {"of": "K", "head": 1, "n": n, "split": f"training problems {first} to {first + n - 1} of words"}
     made = {"hadamard": 3, "oscar": 2, "optr_h": 1}
     errors = pd.DataFrame(about | {"rotation": rotation, "error": error} for rotation, error in made.items())
     paths.write_atomic(folder / "rotation_errors.csv", errors.to_csv(index=False))

@@ -115,7 +115,7 @@ def records(tmp_path, monkeypatch):
     there is the capacity alone."""
     monkeypatch.setattr(readme.paths, "data_dir", lambda profile: tmp_path)
     options = {"max_num_seqs": 2, "max_num_batched_tokens": 64, "gpu_memory_utilization": 0.9}
-    protocol = {"config": {"preset": "INT2 g=32", "rotation": "none"}, "options": options}
+    protocol = {"config": {"preset": "INT2 g=32", "rotation": "none"}, "options": options, "compiled": False}
     ouro = {"packed": speeds(100.0, 50), "raw": speeds(50.0, 100), "protocol": protocol | {"model": "ouro"}}
     raw = {"tokens_that_fit": 35, "provenance": {"date": "2026-12-01T01:24:40+00:00", "commit": "2"}}
     huginn = {"packed": speeds(5.0, 7), "raw": raw, "protocol": protocol | {"model": "huginn"}}

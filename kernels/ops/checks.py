@@ -175,9 +175,10 @@ def check_scale(scale: float) -> None:
     """Check the factor of the scores.
 
     Raises:
-        ValueError: it is no finite number.
+        ValueError: it is no finite number in FP32.
     """
-    if not isinstance(scale, (int, float)) or isinstance(scale, bool) or not math.isfinite(scale):
+    number = isinstance(scale, (int, float)) and not isinstance(scale, bool)
+    if not number or not abs(scale) <= torch.finfo(torch.float32).max:
         raise ValueError(f"scale must be a finite number, got {scale!r}")
 
 

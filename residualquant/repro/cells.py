@@ -25,7 +25,7 @@ from residualquant.repro.labels import LABELS
 from residualquant.repro.markup import counted
 from residualquant.repro.profiles import Place, Plan, Profile, profile_of
 from residualquant.repro.provenance import cores
-from residualquant.repro.records import Cell, Records, Writer, list_records, read_records
+from residualquant.repro.records import Cell, Records, Writer, finished_name, list_records, read_records
 
 Cells = dict[tuple[str, str, KVQuantConfig], Cell]
 CPU_MEMORY_GIB = 6  # for the caches of all processes together
@@ -265,12 +265,16 @@ def collect_cells(profile: str | Profile) -> Iterator[str]:
     A part's cell replaces what the profile's records hold for the same task, configuration, n and seed.
 
     Raises:
-        ResidualQuantError: a part is damaged, the scorers are not those that the records name, or there is no answer.
+        ResidualQuantError: a part or a finished file is damaged, the scorers are not those that the records name, or
+            there is no answer.
     """
     from residualquant.evals.run import score_records
 
     profile = profile_of(profile)
     parts: dict[str, list[Path]] = {}
+    for file in map(finished_name, list_records(paths.records_dir(profile.name))):
+        if file.is_file():
+            read_records(file)  # a writer would go on without what is damaged
     folders = sorted(paths.parts_dir(profile.name).glob("*of*"))
     for folder in folders:
         for file in list_records(folder):

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import csv
 import io
+import math
+import re
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -57,7 +59,8 @@ def read_timings(file: Path) -> list[dict[str, str]]:
     try:
         rows = list(csv.DictReader(io.StringIO(Path(file).read_text())))
         for row in rows:
-            if tuple(row) != COLUMNS or None in row.values() or not float(row["seconds"]) >= 0:
+            sound = tuple(row) == COLUMNS and None not in row.values() and 0 <= float(row["seconds"]) < math.inf
+            if not sound or not re.fullmatch(r"(\d+of[1-9]\d*)?", row["part"]):
                 raise ValueError(f"the row {row} is none of a timing")
     except FileNotFoundError:
         return []

@@ -137,7 +137,7 @@ def lines(label: str) -> tuple[Line, ...]:
         raise ValueError(f"no accuracy table {label!r}; known: {', '.join(LABELS)}")
     try:
         return _lines(label)
-    except (LookupError, ValueError, StopIteration) as error:
+    except (LookupError, TypeError, ValueError, StopIteration) as error:
         where = show(paper_dir())
         raise ResidualQuantError(f"the paper's numbers for {label}, in {where}, are damaged: {error!r}") from error
 

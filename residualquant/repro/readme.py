@@ -135,7 +135,7 @@ def _judged(whole: pd.DataFrame) -> str:
     rows = whole.set_index("claim").loc[list(_JUDGED)].reset_index()
     counts = rows.comparisons.map(_count)
     text = _listed(rows, rows.claim.map(_JUDGED) + counts.map(lambda count: f" ({count})" if count else ""))
-    return f"{text[0].upper()}{text[1:]}."
+    return f"Over all precisions compared, {text}."
 
 
 def _listed(rows: pd.DataFrame, names: pd.Series) -> str:
@@ -245,6 +245,8 @@ def speed_block() -> str:
     first = answers.iloc[0]
     said = f"Answers to the same problems ({first.model}, {first.config}, McNemar's exact test): {judged}."
     head = f"{_gpu()}, vLLM {first.vllm}, the models' shapes with random weights, {_config()}"
+    if not any(speed["protocol"]["compiled"] for _, speed in _speeds()):
+        head += ", without torch.compile"
     for name, speed in _speeds():
         if made := speed.get("raw", {}).get("provenance"):
             said += f" {name}'s BF16 column is of another run, on {made['date'][:10]}, commit {made['commit']}."

@@ -44,6 +44,9 @@ def rotation_errors_of(profile: str | Profile, compute: bool = False) -> pd.Data
         errors = pd.read_csv(file)[list(COLUMNS)].astype({"error": float, "n": int})
         if not errors["error"].between(0, float("inf"), inclusive="left").all():
             raise ValueError("an error must be a finite number of at least 0")
+        first, n = sum(profile.calibration[kind] for kind in ("fit", "holdout")), min(MOST_TEXTS, profile.texts)
+        if not errors["split"].str.startswith(f"training problems {first} to {first + n - 1} of ").all():
+            raise ValueError("the problems are not this profile's")
         return errors
     except (OSError, ValueError, KeyError) as error:
         raise ResidualQuantError(f"{paths.show(file)} is damaged: {error}") from error
