@@ -9,7 +9,7 @@ list of checks with their protocols.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -223,8 +223,8 @@ def kernels_block() -> str:
 
 def speed_block() -> str:
     """Tokens that fit and speeds of a packed and of a raw cache, and what the answers are worth."""
-    rows = []
-    for name, speed in _speeds():
+    speeds, rows = _speeds(), []
+    for name, speed in speeds.items():
         packed, raw = speed["packed"], speed.get("raw", {})
         rows.append([name, "Tokens that fit", packed["tokens_that_fit"], raw.get("tokens_that_fit")])
         for what, key in SPEEDS.items():
@@ -245,9 +245,9 @@ def speed_block() -> str:
     first = answers.iloc[0]
     said = f"Answers to the same problems ({first.model}, {first.config}, McNemar's exact test): {judged}."
     head = f"{_gpu()}, vLLM {first.vllm}, the models' shapes with random weights, {_config()}"
-    if not any(speed["protocol"]["compiled"] for _, speed in _speeds()):
+    if not any(speed["protocol"]["compiled"] for speed in speeds.values()):
         head += ", without torch.compile"
-    for name, speed in _speeds():
+    for name, speed in speeds.items():
         if made := speed.get("raw", {}).get("provenance"):
             said += f" {name}'s BF16 column is of another run, on {made['date'][:10]}, commit {made['commit']}."
     return f"{head} (–: not measured):\n\n{markdown(pd.DataFrame(cells, columns=columns))}\n\n{said}"
@@ -255,7 +255,7 @@ def speed_block() -> str:
 
 def choice_block() -> str:
     """Which cache serves which load sooner, by the measured speeds of prompts and of answers."""
-    speed = dict(_speeds())[PUBLISHED["ouro"]]
+    speed = _speeds()[PUBLISHED["ouro"]]
     rows = []
     for packed, raw in _points(speed):
         ratios = {f"{what} tokens": packed[key] / raw[key] for what, key in SPEEDS.items()}
@@ -319,16 +319,15 @@ def _gpu() -> str:
     return _record()["gpu"]
 
 
-def _speeds() -> Iterator[tuple[str, dict]]:
-    """(model, record) of every shape."""
-    for path in sorted(paths.data_dir("h200").glob("vllm_speed*.json")):
-        speed = paths.parse_json(path.read_bytes())
-        yield PUBLISHED[speed["protocol"]["model"]], speed
+def _speeds() -> dict[str, dict]:
+    """The record of every model's shape."""
+    found = (paths.parse_json(p.read_bytes()) for p in sorted(paths.data_dir("h200").glob("vllm_speed*.json")))
+    return {PUBLISHED[speed["protocol"]["model"]]: speed for speed in found}
 
 
 def _config(name: str | None = None) -> str:
     """The packed cache's configuration in words, or one name of it."""
-    (_, speed), *_ = _speeds()
+    speed = next(iter(_speeds().values()))
     config = speed["protocol"]["config"]
     return config[name] if name else f"{config['preset']}, {config['rotation']}"
 
