@@ -176,8 +176,9 @@ CASES = {  # head_dim, configuration, loop, what else
 }
 
 
-def run_on_cpu(cpu_library, problem, loop, splits, late):
+def run_on_cpu(cpu_library, problem, loop, splits, late, lookup=0):
     variant = variant_for(problem.layout, loop, problem.q.shape[1] // problem.k.shape[1])
+    variant = dataclasses.replace(variant, lookup=lookup)
     library = cpu_library(variant)
     library.set_copies_land_late(late)
     out, scratch = torch.full(problem.q.shape, torch.nan), problem.scratch(splits)
@@ -215,6 +216,38 @@ def test_a_pipeline_of_copies_that_land_late_on_cpu(cpu_library, loop):
     """Three tiles a warp, its lanes one after another, each lane's copies landing when it waits for them."""
     problem = Problem(preset("INT2/4 g=32", rotation="optr_h"), 128, [300], heads=1)
     assert worst_error(run_on_cpu(cpu_library, problem, loop, 1, True), problem.reference(loop)) < TOLERANCE
+
+
+LOOKUP_CASES = {  # configuration, loop
+    "residual": ({}, 0),
+    "anchor": ({}, 3),
+    "direct INT2": ({"bits": (2,), "reference": "direct"}, 0),
+    "descending, unit": ({"bits": (4, 2), "coefficient": "unit", "reference": "first"}, 1),
+    "not rotated": ({"rotation": "none"}, 1),
+}
+
+
+@pytest.mark.parametrize("name", LOOKUP_CASES)
+@pytest.mark.parametrize("lengths", [[0, 1, 90], [300]])
+def test_lookup_tables_on_cpu(cpu_library, name, lengths):
+    """Codes through tables in shared memory: tails, several tiles a warp, splits, copies early and late."""
+    changes, loop = LOOKUP_CASES[name]
+    problem = Problem(KVQuantConfig(**{"rotation": "optr_h", **changes}), 128, lengths)
+    reference = problem.reference(loop)
+    for splits, late in ((1, True), (3, False)):
+        out = run_on_cpu(cpu_library, problem, loop, splits, late, lookup=1)
+        assert worst_error(out, reference) < TOLERANCE, (splits, late)
+
+
+@pytest.mark.parametrize("loop", [0, 3])
+@pytest.mark.parametrize("architecture", ["sm_90", "sm_120"])
+def test_lookup_tables_compile(architecture, loop, tmp_path):
+    if compiler() is None:
+        pytest.skip("no nvcc")
+    variant = dataclasses.replace(variant_for(PageLayout(preset("INT2/4 g=32"), 128), loop), lookup=1)
+    log = compile_variant(variant, architecture, tmp_path / "k.so")
+    spilled = [int(size) for size in re.findall(r"(\d+) bytes spill stores", log)]
+    assert "decode_attention_kernel" in log and max(spilled) <= (24 if loop == 0 else 0), log
 
 
 @pytest.mark.parametrize("architecture", ["sm_90", "sm_120"])

@@ -30,6 +30,11 @@
 // takes in the current BF16 token; of several, the last block of a sequence to end merges them with it. The output is
 // rotated back once.
 #include "decode_tile.cuh"
+#if LOOKUP
+#include "decode_lookup.cuh"
+#else
+constexpr int TABLE_BYTES = 0;
+#endif
 
 constexpr int BLOCKS_PER_SM = WARPS_PER_SM / WARPS;
 constexpr int STAGE_BUDGET = (WARPS_PER_SM == 16 ? 50 : 88) * 256;  // of a warp
@@ -40,7 +45,9 @@ constexpr int STEPS_AT_ONCE = smaller(2, ceil_div(STEPS, SETS));            // o
 constexpr int PASSES_AT_ONCE = ceil_div(smaller(HEAD_DIM, 128), 8 * WARPS);  // of the rotation of the output
 constexpr int CHANNELS_A_THREAD = ceil_div(HEAD_DIM, THREADS);
 constexpr int SPLITS_AT_ONCE = 8;  // whose values a thread has on the way
-constexpr int SCRATCH_FLOATS = QUERY_HEADS * HEAD_DIM * (SETS + WARPS);
+// With lookup tables z lies in their place, so that two blocks fit on a multiprocessor.
+constexpr int SCRATCH_FLOATS =
+    LOOKUP ? WARPS * (HEAD_DIM + 2) + HEAD_DIM : QUERY_HEADS * HEAD_DIM * (SETS + WARPS);
 static_assert(WARPS >= KINDS, "each kind's means are worked on by a warp");
 static_assert(SCRATCH_FLOATS >= QUERY_HEADS * (WARPS * (HEAD_DIM + 2) + HEAD_DIM), "the end's sums must fit in there");
 
@@ -167,6 +174,7 @@ __device__ void rotate_queries(const Arguments& arg, const uint16_t* queries, co
 // Value of z in `half` of a pair's B operand for `column`: zero outside the column's group, and divided by the place
 // that the codes are taken out at.
 __device__ __forceinline__ float query_value(const float* z, int pair, int column, int t, int k_pair, int half) {
+  if constexpr (LOOKUP) return z[HEAD_DIM / 4 * t + 2 * k_pair + half];
   const int kind = 2 * pair + column / SLOTS, bits = bits_of(kind), channel = k_channel(bits, t, k_pair, half);
   const bool inside = kind < KINDS && slot_of(kind, channel) == column % SLOTS;
   return inside ? z[channel] / (1 << pick_position(bits, k_pick(bits, k_pair))) : 0.0f;
@@ -183,7 +191,8 @@ struct SharedQuery {
 };
 
 constexpr int SHARED_BYTES =
-    WARPS * STAGES * STAGE_BYTES + SCRATCH_FLOATS * 4 + QUERY_HEADS * static_cast<int>(sizeof(SharedQuery));
+    WARPS * STAGES * STAGE_BYTES + TABLE_BYTES + SCRATCH_FLOATS * 4 +
+    QUERY_HEADS * static_cast<int>(sizeof(SharedQuery));
 
 // `means` are those of K of kind `warp`.
 __device__ void prepare_query(const float* z, const float (&means)[HEAD_DIM / LANES], int warp, int lane,
@@ -242,6 +251,9 @@ __device__ __forceinline__ void load_query(const Arguments& arg, const SharedQue
     const int kind = 2 * pair + 2 * t / SLOTS;
     query.mean[pair] = t % (SLOTS / 2) == 0 && kind < KINDS ? shared.means[kind] : 0.0f;
   });
+  if constexpr (LOOKUP) {
+    static_for<LOOKUP ? KINDS : 1>([&](auto kind) { query.mean[kind] = shared.means[kind]; });
+  }
 }
 
 // ---------------------------------------------------------------- the end of a split
@@ -256,6 +268,10 @@ __device__ __forceinline__ bool holds(int slot, int t) { return slot / 2 == t % 
 // in the column of the channel's group.
 template <int ROW_TILE>
 __device__ __forceinline__ float collect(const Running& run, int g, int t, int half) {
+  if constexpr (LOOKUP) {
+    const float* sums = run.out[0][ROW_TILE] + 2 * half;
+    return g % 2 ? sums[1] : sums[0];
+  }
   constexpr int tile = v_block(ROW_TILE) * BLOCK / COLUMN_TILE;
   const int channel = v_channel(g, ROW_TILE, half);
   float value = 0.0f;
@@ -356,7 +372,9 @@ __device__ __forceinline__ void attend_split(const Arguments& arg, RotationPart&
     for (int i = 0; i < HEAD_DIM / LANES; ++i) means[i] = arg.means[warp][kv_head * arg.mean_stride + i * LANES + lane];
   }
   const __half* matrix = arg.k_matrix == nullptr ? nullptr : arg.k_matrix + kv_head * arg.k_matrix_stride;
-  float* z = scratch + QUERY_HEADS * HEAD_DIM * (SETS + warp);
+  uint8_t* tables = shared_memory() + WARPS * STAGES * STAGE_BYTES;
+  float* z = LOOKUP ? reinterpret_cast<float*>(tables) + warp * HEAD_DIM
+                    : scratch + QUERY_HEADS * HEAD_DIM * (SETS + warp);
   rotate_queries(arg, arg.q + row * arg.q_stride + head * arg.q_head_stride, matrix, part, scratch, z);
 #pragma unroll
   for (int h = 0; h < QUERY_HEADS; ++h) prepare_query(z + h * HEAD_DIM, means, warp, lane, shared[h]);
@@ -367,6 +385,9 @@ __device__ __forceinline__ void attend_split(const Arguments& arg, RotationPart&
   score_current(arg, row, head, kv_head, shared);
 
   const ReadPlaces places(lane / 4, lane % 4);
+#if LOOKUP
+  const SharedPlace mine = shared_place(tables + threadIdx.x * 4);
+#endif
   Running run[QUERY_HEADS];
   int stage = 0;
   for (int i = 0; i < count; ++i) {
@@ -377,7 +398,11 @@ __device__ __forceinline__ void attend_split(const Arguments& arg, RotationPart&
     const int valid = span.length - (first + i * WARPS) * TILE_TOKENS;
     if (valid < TILE_TOKENS) clear_tail(tile, valid, lane);
     float scores[QUERY_HEADS][2];
+#if LOOKUP
+    score_tile_by_lookup(tile, mine, places, query[0], lane, scores[0]);
+#else
     score_tile(tile, places, query, lane, scores);
+#endif
 #pragma unroll
     for (int h = 0; h < QUERY_HEADS; ++h) {
       if (valid < TILE_TOKENS) {
@@ -386,7 +411,11 @@ __device__ __forceinline__ void attend_split(const Arguments& arg, RotationPart&
       }
       softmax_tile(scores[h], run[h]);
     }
+#if LOOKUP
+    add_values_by_lookup(tile, mine, places, scores[0], lane, run[0]);
+#else
     add_values(tile, places, scores, lane, run);
+#endif
     stage = stage == STAGES - 1 ? 0 : stage + 1;
   }
   prefetch_end(arg, row, kv_head);
@@ -510,7 +539,7 @@ __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) decode_attention_kerne
   const int sets = static_cast<int>(arg.query_heads / arg.kv_heads) / QUERY_HEADS;
   const int split = blockIdx.x / sets, kv_head = blockIdx.y, row = blockIdx.z, splits = static_cast<int>(arg.splits);
   const int head = (kv_head * sets + blockIdx.x % sets) * QUERY_HEADS;
-  float* scratch = reinterpret_cast<float*>(shared_memory() + WARPS * STAGES * STAGE_BYTES);
+  float* scratch = reinterpret_cast<float*>(shared_memory() + WARPS * STAGES * STAGE_BYTES + TABLE_BYTES);
   SharedQuery* shared = reinterpret_cast<SharedQuery*>(scratch + SCRATCH_FLOATS);
   float* past = scratch + QUERY_HEADS * WARPS * (HEAD_DIM + 2);
 
@@ -550,6 +579,9 @@ extern "C" {
 
 // Sizes that a caller checks its mirror of Arguments against.
 int decode_attention_arguments_bytes() { return sizeof(Arguments); }
+
+// Dynamic shared memory of a block.
+int decode_attention_shared_bytes() { return SHARED_BYTES; }
 
 // The kernel, on a stream; returns a cudaError_t.
 int decode_attention(const Arguments* arguments, void* stream) {

@@ -32,6 +32,9 @@
 #ifndef QUERY_HEADS  // query heads of one KV head that a block serves together
 #define QUERY_HEADS 1
 #endif
+#ifndef LOOKUP  // whether codes become values through tables in shared memory, to measure that way (decode_lookup.cuh)
+#define LOOKUP 0
+#endif
 
 constexpr int TILE_TOKENS = 16;  // tokens of one matrix product
 constexpr int SUBTILES = PAGE_TOKENS / TILE_TOKENS;

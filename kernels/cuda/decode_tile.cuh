@@ -10,7 +10,7 @@ constexpr int WARPS = 8, THREADS = WARPS * LANES;
 // f16 holds p * 2^P_EXPONENT, so that small p keep their bits. The running maximum moves only when it is exceeded by
 // more than SLACK (in log2), so p 2^P_EXPONENT <= 2^6; times an e4m3 scale it stays below the largest f16.
 constexpr float P_EXPONENT = 4.0f, SLACK = 2.0f;
-constexpr float CODE_UNIT = 16777216.0f;  // 2^24: what a code taken out at bit 0 is short of its value
+constexpr float CODE_UNIT = LOOKUP ? 1.0f : 16777216.0f;  // 2^24: what a code taken out at bit 0 is short of its value
 
 // Every field has 8 bytes, so that callers in other languages can mirror it.
 struct Arguments {
@@ -190,6 +190,10 @@ struct ReadPlaces {
         if constexpr (swizzled(row) && row == 32) {
           v[kind][block][1] = pin(stage_codes(1, kind) + place<row>(in_v + 8 * row));
         }
+        if constexpr (LOOKUP) {  // the pair whose table is this thread's comes first
+          const int first = v[kind][block][0], second = v[kind][block][1];
+          v[kind][block][0] = pin(g % 2 ? second : first), v[kind][block][1] = pin(g % 2 ? first : second);
+        }
       });
     });
     static_for<PAIRS>([&](auto pair_index) {
@@ -300,7 +304,7 @@ __device__ __forceinline__ float max_over_warp(float x) {
 struct Query {
   uint32_t b[PAIRS][K_PAIRS];
   float sum[PAIRS][COLUMN_TILES][2];  // columns 2t, 2t + 1; over CODE_UNIT
-  float mean[PAIRS];                  // q.mu of the lane's kind, over CODE_UNIT, in one lane of the four
+  float mean[LOOKUP ? KINDS : PAIRS];  // q.mu of the lane's kind, over CODE_UNIT, in one lane of the four
   float factor;                       // from sums to log2 of a softmax weight
 };
 

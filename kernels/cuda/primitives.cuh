@@ -134,6 +134,42 @@ __device__ __forceinline__ uint32_t multiply_half2(uint32_t a, uint32_t b) {
   return product;
 }
 
+// An address in shared memory, which stays in a register; what is written and read there.
+using SharedPlace = uint32_t;
+__device__ __forceinline__ SharedPlace shared_place(const uint8_t* address) {
+  return pin(static_cast<int>(__cvta_generic_to_shared(address)));
+}
+__device__ __forceinline__ uint32_t load_shared_half(SharedPlace place) {
+  uint16_t half;
+  asm volatile("ld.shared.u16 %0, [%1];" : "=h"(half) : "r"(place) : "memory");
+  return half;
+}
+
+__device__ __forceinline__ void store_shared(SharedPlace place, uint32_t word) {
+  asm volatile("st.shared.u32 [%0], %1;" ::"r"(place), "r"(word) : "memory");
+}
+
+// The bits of MASK; the compiler does not see which, and shifts and adds the result in one instruction.
+template <uint32_t MASK>
+__device__ __forceinline__ uint32_t keep_bits(uint32_t word) {
+  uint32_t kept;
+  asm("and.b32 %0, %1, %2;" : "=r"(kept) : "r"(word), "n"(MASK));
+  return kept;
+}
+
+__device__ __forceinline__ uint32_t add_half2(uint32_t a, uint32_t b) {
+  uint32_t sum;
+  asm("add.rn.f16x2 %0, %1, %2;" : "=r"(sum) : "r"(a), "r"(b));
+  return sum;
+}
+
+// a b + c of f16 pairs.
+__device__ __forceinline__ uint32_t multiply_add_half2(uint32_t a, uint32_t b, uint32_t c) {
+  uint32_t result;
+  asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(result) : "r"(a), "r"(b), "r"(c));
+  return result;
+}
+
 __device__ __forceinline__ float exp2_fast(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));

@@ -66,6 +66,7 @@ class Variant(Compiled):
         other_bits, other_group: of the others.
         has_alpha: whether the others store a coefficient.
         query_heads: query heads per KV head that one block serves.
+        lookup: whether codes become values through tables in shared memory, to measure that way.
     """
 
     SOURCE = "decode_attention.cu"
@@ -79,6 +80,7 @@ class Variant(Compiled):
     other_group: int
     has_alpha: int
     query_heads: int
+    lookup: int = 0
 
 
 @dataclass(frozen=True)

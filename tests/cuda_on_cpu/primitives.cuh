@@ -142,6 +142,25 @@ inline uint32_t multiply_half2(uint32_t a, uint32_t b) {
   return pack_half2(clamp(low_half(a) * low_half(b)), clamp(high_half(a) * high_half(b)));
 }
 
+using SharedPlace = uintptr_t;
+inline SharedPlace shared_place(const uint8_t* address) { return (uintptr_t)address; }
+inline uint32_t load_shared_half(SharedPlace place) {
+  uint16_t half;
+  memcpy(&half, (const void*)place, 2);
+  return half;
+}
+inline void store_shared(SharedPlace place, uint32_t word) { memcpy((void*)place, &word, 4); }
+template <uint32_t MASK>
+uint32_t keep_bits(uint32_t word) {
+  return word & MASK;
+}
+inline uint32_t add_half2(uint32_t a, uint32_t b) {
+  return pack_half2(low_half(a) + low_half(b), high_half(a) + high_half(b));
+}
+inline uint32_t multiply_add_half2(uint32_t a, uint32_t b, uint32_t c) {
+  return pack_half2(fmaf(low_half(a), low_half(b), low_half(c)), fmaf(high_half(a), high_half(b), high_half(c)));
+}
+
 // The PTX manual's figure of m16n8k16, element by element.
 inline void mma(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
   const uint32_t words[6] = {a[0], a[1], a[2], a[3], b0, b1};
