@@ -42,15 +42,20 @@ def tiny_ouro(tmp_path_factory):
     return save_model(model, tmp_path_factory.mktemp("tiny_ouro"))
 
 
-@pytest.fixture(scope="module")
-def start_engine():
-    """A function that starts an engine in this process; a module's engines end with it, for each takes a gigabyte."""
+@pytest.fixture(scope="session")
+def memory():
+    """Options of an engine that shares its GPU with others."""
     import torch
+
+    return {"gpu_memory_utilization": 0.03, "kv_cache_memory_bytes": 2**28} if torch.cuda.is_available() else {}
+
+
+@pytest.fixture(scope="module")
+def start_engine(memory):
+    """A function that starts an engine in this process; a module's engines end with it, for each takes a gigabyte."""
     from vllm import LLM
 
     engines = []
-    on_gpu = torch.cuda.is_available()
-    memory = {"gpu_memory_utilization": 0.03, "kv_cache_memory_bytes": 2**28} if on_gpu else {}
 
     def start(model, **options):
         defaults = {

@@ -9,12 +9,12 @@ SHAPE = OuroConfig(
 )  # fmt: skip
 
 
-def test_every_point_that_fits_gives_a_row():
+def test_every_point_that_fits_gives_a_row(memory):
     kept = {}
     measure(
         SHAPE, "OuroForCausalLM", [(33, 2), (64, 10**6), (16, 1)], kept.__setitem__,
         additional_config=SETTINGS["packed"],
-        dtype="float32", enforce_eager=True, max_num_batched_tokens=64, max_num_seqs=2, block_size=16,
+        dtype="float32", enforce_eager=True, max_num_batched_tokens=64, max_num_seqs=2, block_size=16, **memory,
     )  # fmt: skip
     assert kept["tokens_that_fit"] > 1000
     assert [(row["tokens"], row["requests"]) for row in kept["rows"]] == [(33, 2), (16, 1)]
