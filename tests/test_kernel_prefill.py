@@ -53,14 +53,16 @@ def problem(layout, heads, repeat, past, new, dtype, seed=0):
     return q, k, v, pages, table, start, lens, turn
 
 
-def check(layout, heads, repeat, past, new, dtype, loops=None, tolerance=1e-3, out_dtype=None):
+def check(layout, heads, repeat, past, new, dtype, loops=None, out_dtype=None):
+    """The relative L2 error of every query and head is below 2e-3 before the output is rounded to BF16."""
     q, k, v, pages, table, start, lens, turn = problem(layout, heads, repeat, past, new, dtype)
     for loop in loops or range(layout.config.loops):
         out = torch.full_like(q, torch.nan, dtype=out_dtype)
         scale = layout.head_dim**-0.5
         prefill_attention(out, q, k, v, pages, layout, loop, table, start, lens, max(new), scale, *turn)
         expected = prefill_attention_reference(q, k, v, pages, layout, loop, table, start, lens, scale, *turn)
-        assert torch.linalg.norm(out.float() - expected) < tolerance * torch.linalg.norm(expected)
+        error = ((out.float() - expected).norm(dim=-1) / expected.norm(dim=-1)).max()
+        assert error < (4e-3 if out.dtype == torch.bfloat16 else 2e-3), (loop, error)
 
 
 CASES = {  # layout, KV heads, query heads per KV head, past, present
@@ -223,8 +225,7 @@ def test_bf16_attention_of_the_benchmark_is_causal_over_the_past(past):
 @pytest.mark.parametrize("reference", ["last", "direct", "previous"])
 def test_attention_on_a_gpu(reference, head_dim, dtype, out_dtype):
     layout = PageLayout(preset("INT2/4 g=32", reference=reference, rotation="hadamard"), head_dim)
-    tolerance = 4e-3 if dtype == torch.bfloat16 else 1e-3
-    check(layout, 2, 2, [300, 17, 0, 64], [70, 1, 130, 33], dtype, (0, 3), tolerance, out_dtype)
+    check(layout, 2, 2, [300, 17, 0, 64], [70, 1, 130, 33], dtype, (0, 3), out_dtype)
 
 
 @pytest.mark.gpu
