@@ -19,6 +19,12 @@ def check_count(name: str, value: Any, least: int = 1) -> None:
         raise ValueError(f"{name} must be at least {least}, got {value}")
 
 
+def check_index(name: str, value: Any, count: int) -> None:
+    """Raises ValueError unless ``value`` is an integer from 0 to ``count - 1``."""
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < count:
+        raise ValueError(f"{name} must be an integer from 0 to {count - 1}, got {value!r}")
+
+
 def check_type(name: str, value: Any, kind: type) -> None:
     """Raises ValueError unless ``value`` is a ``kind``."""
     if not isinstance(value, kind):

@@ -13,6 +13,7 @@ from statistics import mean
 from typing import TYPE_CHECKING
 
 from residualquant.config import RAW_BITS, KVQuantConfig
+from residualquant.errors import check_count, check_index, check_type
 
 if TYPE_CHECKING:
     from residualquant.models.base import KVShape
@@ -61,7 +62,13 @@ def alpha_bytes(cfg: KVQuantConfig, loop: int) -> int:
 
 
 def loop_bytes(cfg: KVQuantConfig, loop: int, head_dim: int) -> int:
-    """Bytes that one token and head of ``loop`` takes, K or V (App. A.3)."""
+    """Bytes that one token and head of ``loop`` takes, K or V (App. A.3).
+
+    Raises:
+        ValueError: a head size that does not fit, or a loop that there is not.
+    """
+    check_head_dim(cfg, head_dim)
+    check_index("loop", loop, cfg.loops)
     return codes_bytes(cfg, loop, head_dim) + metadata_bytes(cfg, loop, head_dim) + alpha_bytes(cfg, loop)
 
 
@@ -81,10 +88,18 @@ def effective_bits(cfg: KVQuantConfig, head_dim: int, layers: int | None = None)
 
 
 def token_bytes(cfg: KVQuantConfig, shape: KVShape, edge_layers: int = 0) -> int:
-    """Bytes that one packed token takes in a whole model: K and V of all heads, loops and layers, run once or not."""
+    """Bytes that one packed token takes in a whole model: K and V of all heads, loops and layers, run once or not.
+
+    Raises:
+        ValueError: a head size that does not fit, loops that are not whole groups, or a layer that there is not.
+    """
     check_head_dim(cfg, shape.head_dim)
-    layers = [cfg.for_layer(layer) for layer in range(shape.layers)]
+    check_count("edge_layers", edge_layers, 0)
+    if shape.loops % cfg.loops:
+        raise ValueError(f"{shape.loops} loops are not whole groups of {cfg.loops}, for which there are bits")
+    layers = _by_layer(cfg, shape.layers)
     looped = shape.loops // cfg.loops * sum(stored_bytes(c, shape.head_dim) for c in layers)
+    looped *= shape.layers // len(layers)
     return 2 * shape.kv_heads * (looped + edge_layers * stored_bytes(cfg.for_edge, shape.head_dim))
 
 
@@ -100,7 +115,12 @@ def capacity_ratio(cfg: KVQuantConfig, head_dim: int, layers: int | None = None)
 
 
 def loops_read(cfg: KVQuantConfig, loop: int) -> tuple[int, ...]:
-    """The stored loops that rebuild ``loop``: itself, its reference, the reference of that one, and so on."""
+    """The stored loops that rebuild ``loop``: itself, its reference, the reference of that one, and so on.
+
+    Raises:
+        ValueError: there is no such loop.
+    """
+    check_index("loop", loop, cfg.loops)
     chain = [loop]
     while (reference := cfg.reference_of(chain[-1])) is not None:
         chain.append(reference)
@@ -180,15 +200,16 @@ class PageLayout:
     groups: int = 1
 
     def __post_init__(self) -> None:
+        check_type("config", self.config, KVQuantConfig)
         check_head_dim(self.config, self.head_dim)
         if self.config.layer_bits:
             raise ValueError(
                 f"a page holds one layer: give config.for_layer(n), got layer_bits={self.config.layer_bits}"
             )
-        if self.page_tokens <= 0 or self.page_tokens % 16:
-            raise ValueError(f"page_tokens must be a positive multiple of 16, got {self.page_tokens!r}")
-        if self.groups < 1:
-            raise ValueError(f"groups must be at least 1, got {self.groups!r}")
+        check_count("page_tokens", self.page_tokens)
+        if self.page_tokens % 16:
+            raise ValueError(f"page_tokens must be a multiple of 16, got {self.page_tokens}")
+        check_count("groups", self.groups)
 
     @property
     def version(self) -> int:
@@ -230,8 +251,9 @@ class PageLayout:
         Raises:
             ValueError: no such group in this layout.
         """
-        if group not in range(self.groups):
-            raise ValueError(f"group must be from 0 to {self.groups - 1}, got {group!r}")
+        if kv not in ("k", "v"):
+            raise ValueError(f'kv must be "k" or "v", got {kv!r}')
+        check_index("group", group, self.groups)
         return tuple(plane for plane in self.planes if (plane.kv, plane.group) == (kv, group))
 
     def plane(self, kv: str, loop: int, kind: str, group: int = 0) -> Plane:
@@ -246,7 +268,13 @@ class PageLayout:
         raise ValueError(f"a page of bits {self.config.bits} has no plane {(kv, group, loop, kind)}")
 
     def offset_of(self, plane: Plane, token: int, byte: int) -> int:
-        """Where byte ``byte`` of token ``token`` of the page lies, counted within the head's part of the page."""
+        """Where byte ``byte`` of token ``token`` of the page lies, counted within the head's part of the page.
+
+        Raises:
+            ValueError: the plane has no such token or byte.
+        """
+        check_index("token", token, self.page_tokens)
+        check_index("byte", byte, plane.token_bytes)
         if plane.interleaved:
             return plane.offset + token // 2 * 2 * plane.token_bytes + byte // 2 * 4 + token % 2 * 2 + byte % 2
         return plane.offset + token * plane.token_bytes + byte

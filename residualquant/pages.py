@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from residualquant.config import RAW_BITS
+from residualquant.errors import check_count, check_type
 from residualquant.layout import PageLayout, Plane
 from residualquant.residual import PackedKV, PackedLoop
 
@@ -18,7 +19,14 @@ DTYPES = {"metadata": torch.uint8, "alpha": torch.bfloat16}  # and codes: uint8,
 
 
 def allocate_pages(layout: PageLayout, blocks: int, heads: int, device: torch.device | str = "cpu") -> Tensor:
-    """Zeroed pages of one layer: uint8 [blocks, H, page_bytes_per_head]."""
+    """Zeroed pages of one layer: uint8 [blocks, H, page_bytes_per_head].
+
+    Raises:
+        ValueError: no layout, or a count that is no integer or negative.
+    """
+    check_type("layout", layout, PageLayout)
+    check_count("blocks", blocks, 0)
+    check_count("heads", heads, 0)
     return torch.zeros(blocks, heads, layout.page_bytes_per_head, dtype=torch.uint8, device=device)
 
 
@@ -28,13 +36,15 @@ def write_pages(pages: Tensor, layout: PageLayout, slots: Tensor, k: PackedKV, v
     Args:
         pages: uint8 [blocks, H, page_bytes_per_head].
         layout: of the pages.
-        slots: long [T]; slot s is token ``s mod S`` of block ``s // S``, the slot mapping of serving engines.
+        slots: integers [T]; slot s is token ``s mod S`` of block ``s // S``, the slot mapping of serving engines.
         k, v: packed states, [T, H, D] of each loop.
         group: which loop group of the layer.
 
     Raises:
-        ValueError: states of another configuration or head size, of another number of tokens or heads, or raw FP16.
+        ValueError: pages of another layout, slots that they do not have, or states of another configuration or head
+            size, of another number of tokens or heads, or raw FP16.
     """
+    _check(pages, layout, slots)
     for kv, packed in (("k", k), ("v", v)):
         if (packed.config, packed.head_dim) != (layout.config, layout.head_dim):
             raise ValueError(f"{kv} is coded as {packed.config}, the pages are laid out for {layout.config}")
@@ -56,8 +66,27 @@ def read_pages(
 
     The rotation and the count of sanitised values are not part of a page: None and 0 here. Loops of the group that are
     not among ``loops`` (all when None) are empty.
+
+    Raises:
+        ValueError: pages of another layout, or slots that they do not have.
     """
+    _check(pages, layout, slots)
     return _read(pages, layout, slots, "k", group, loops), _read(pages, layout, slots, "v", group, loops)
+
+
+def _check(pages: Tensor, layout: PageLayout, slots: Tensor) -> None:
+    """Raises ValueError unless ``pages`` are of ``layout`` and have all ``slots``."""
+    check_type("layout", layout, PageLayout)
+    check_type("pages", pages, Tensor)
+    check_type("slots", slots, Tensor)
+    if pages.dtype != torch.uint8 or pages.dim() != 3 or pages.shape[2] != layout.page_bytes_per_head:
+        wanted = f"[blocks, H, {layout.page_bytes_per_head}] of torch.uint8"
+        raise ValueError(f"pages must be {wanted}, got {list(pages.shape)} of {pages.dtype}")
+    if slots.dtype not in (torch.int64, torch.int32) or slots.dim() != 1:
+        raise ValueError(f"slots must be [T] of torch.int64 or int32, got {list(slots.shape)} of {slots.dtype}")
+    places = len(pages) * layout.page_tokens
+    if len(slots) and not 0 <= int(slots.min()) <= int(slots.max()) < places:
+        raise ValueError(f"slots must be from 0 to {places - 1}, got {int(slots.min())} to {int(slots.max())}")
 
 
 def _read(

@@ -1,6 +1,5 @@
 """Libraries of the CUDA kernels: built ahead or on first use, and what is said where there is none."""
 
-import os
 import subprocess
 
 import pytest
@@ -24,10 +23,27 @@ def test_libraries_built_ahead_need_no_compiler(tmp_path, monkeypatch, capfd):
         build.main(["sm_90"])
     path = build.library_path(variant, "sm_90")
     path.parent.mkdir(parents=True, exist_ok=True)
-    subprocess.run(["g++", "-shared", "-x", "c++", os.devnull, "-o", str(path)], check=True)
+    path.write_bytes(b"damaged")
+    build.load_variant.cache_clear()
+    assert f"/{path.name}: file too short" in build.load_variant(variant, "sm_90")
+    path.unlink()
+    _compile(path, 'extern "C" long decode_attention_arguments_bytes() { return 0; }')
     build.load_variant.cache_clear()
     assert not isinstance(build.load_variant(variant, "sm_90"), str)
+    other = variant_for(PageLayout(preset("INT2/4 g=32"), 128), 3)
+    _compile(build.library_path(other, "sm_90"), "")
+    assert "undefined symbol" in build.load_variant(other, "sm_90")
     build.load_variant.cache_clear()
+
+
+def _compile(path, source):
+    subprocess.run(["g++", "-shared", "-x", "c++", "-", "-o", str(path)], input=source.encode(), check=True)
+
+
+@pytest.mark.parametrize("loop", [-1, 4, "0", True])
+def test_a_loop_that_is_not_there_has_no_variant(loop):
+    with pytest.raises(ValueError, match="loop must be an integer from 0 to 3, got"):
+        variant_for(PageLayout(preset("INT2/4 g=32"), 128), loop)
 
 
 def test_a_compiler_that_refuses_is_a_reason(tmp_path, monkeypatch):

@@ -34,7 +34,7 @@ def compile_only(self, *arguments, warmup, launch=JITFunction.run, **more):
 
 triton.runtime.driver.set_active(Driver())
 JITFunction.run = compile_only
-for module in (pack_kv, prefill_attention, stage_kv):
+for module in (decode_attention_triton, pack_kv, prefill_attention, stage_kv):
     module.check_device = lambda device: None
 
 def zeros(*shape, dtype=torch.bfloat16):

@@ -352,6 +352,20 @@ def test_wrong_arguments(change, message):
         pack_kv(**arguments)
 
 
+def test_loops_that_lie_far_apart():
+    """Further than 32 bits count, as in a long buffer in which steps are staged."""
+    layout = PageLayout(preset("INT2/4 g=32"), 64)
+    far = 2**30 + 64
+    room = torch.empty(3 * far + 1024, dtype=torch.bfloat16, device=DEVICE)
+    states = [room.as_strided((4, 5, 1, 64), (far, 64, 64, 1), start) for start in (0, 512)]
+    for x in states:
+        x.copy_(torch.randn(x.shape))
+    pages, expected = (allocate_pages(layout, 1, 1, DEVICE) for _ in range(2))
+    pack_kv(pages, layout, torch.arange(5, device=DEVICE), *states)
+    pack_kv_reference(expected, layout, torch.arange(5, device=DEVICE), *states)
+    assert torch.equal(pages, expected)
+
+
 def test_no_tokens_are_no_launch():
     layout = layout_of(64, (2, 4), 32, "last", "ls")
     pages, k = poisoned_pages(layout, 1, 1), torch.zeros(2, 0, 1, 64, device=DEVICE)

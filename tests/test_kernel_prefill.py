@@ -85,6 +85,18 @@ def test_attention_of_16_bit_states_is_the_reference(name):
     check(*CASES[name], dtype=torch.float16)
 
 
+@pytest.mark.parametrize(("rotation", "size"), [("optr_h", 7e4), ("none", 4e5)])
+def test_queries_beyond_fp16_saturate(rotation, size):
+    """One of such a size looks at a single token; without bounds all became NaN."""
+    layout = PageLayout(preset("INT2/4 g=32", loops=2, rotation=rotation), 64)
+    q, k, v, pages, table, start, lens, turn = problem(layout, 1, 1, [17], [2], torch.float32)
+    q[1] = torch.eye(64, device=DEVICE)[5] * size
+    out = torch.full_like(q, torch.nan)
+    prefill_attention(out, q, k, v, pages, layout, 0, table, start, lens, 2, 0.125, *turn)
+    expected = prefill_attention_reference(q, k, v, pages, layout, 0, table, start, lens, 0.125, *turn)
+    assert ((out - expected).norm(dim=-1) < 2e-3 * expected.norm(dim=-1)).all()
+
+
 def test_no_past_is_causal_attention():
     layout = PageLayout(preset("INT2/4 g=32", loops=2, rotation="optr_h"), 64)
     q, k, v, pages, table, start, lens, turn = problem(layout, 1, 2, [0], [5], torch.float32)

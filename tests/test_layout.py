@@ -1,5 +1,7 @@
 """Storage arithmetic against the paper (App. A.3, App. D), and the page layout against a byte-by-byte reading of it."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -245,12 +247,61 @@ def test_pages_refuse_what_does_not_fit():
     layout = PageLayout(preset("BF16"), 128)
     with pytest.raises(ValueError, match="float16"):
         write_pages(allocate_pages(layout, 2, 3), layout, slots, half, half)
-    with pytest.raises(ValueError, match="multiple of 16, got 24"):
-        PageLayout(cfg, 128, 24)
-    with pytest.raises(ValueError, match="groups must be at least 1, got 0"):
-        PageLayout(cfg, 128, groups=0)
     with pytest.raises(ValueError, match="no plane"):
         layout.plane("k", 0, "alpha")
+
+
+@pytest.mark.parametrize(
+    ("slots", "message"),
+    [
+        (torch.tensor([-1, 0]), "slots must be from 0 to 31, got -1 to 0"),
+        (torch.tensor([0, 32]), "slots must be from 0 to 31, got 0 to 32"),
+        (torch.tensor([True, False]), r"slots must be \[T\] of torch.int64 or int32, got \[2\] of torch.bool"),
+        (torch.tensor([[0, 1]]), r"slots must be \[T\] .*, got \[1, 2\]"),
+        ([0, 1], r"slots must be a Tensor, got \[0, 1\]"),
+    ],
+    ids=str,
+)
+def test_slots_that_pages_do_not_have(slots, message):
+    layout = PageLayout(preset("INT2 g=32"), 128)
+    pages, packed = allocate_pages(layout, 2, 3), _packed(layout.config, 128).map(lambda t: t[:2])
+    with pytest.raises(ValueError, match=message):
+        write_pages(pages, layout, slots, packed, packed)
+    with pytest.raises(ValueError, match=message):
+        read_pages(pages, layout, slots)
+    assert not pages.any()
+
+
+@pytest.mark.parametrize("change", [lambda x: x[..., :-16], lambda x: x.float(), lambda x: x[0]])
+def test_pages_of_another_layout(change):
+    layout = PageLayout(preset("INT2 g=32"), 128)
+    with pytest.raises(ValueError, match=r"pages must be \[blocks, H, \d+\] of torch.uint8, got \["):
+        read_pages(change(allocate_pages(layout, 2, 3)), layout, torch.arange(2))
+
+
+@pytest.mark.parametrize(
+    ("ask", "message"),
+    [
+        (lambda c: loop_bytes(c, -1, 128), "loop must be an integer from 0 to 3, got -1"),
+        (lambda c: loop_bytes(c, 0, 7), "head_dim must be a positive multiple of 16, got 7"),
+        (lambda c: loops_read(c, 4), "loop must be an integer from 0 to 3, got 4"),
+        (lambda c: token_bytes(c, KVShape(6, 2, 2, 64)), "6 loops are not whole groups of 4"),
+        (lambda c: token_bytes(replace(c, layer_bits=((5, (2, 2, 2, 2)),)), KVShape(4, 2, 2, 64)), "number of layers"),
+        (lambda c: model_effective_bits(c, KVShape(4, 2, 2, 64), -1), "edge_layers must be at least 0, got -1"),
+        (lambda c: PageLayout(c, 64, 24), "page_tokens must be a multiple of 16, got 24"),
+        (lambda c: PageLayout(c, 64, 16.0), "page_tokens must be an integer, got 16.0"),
+        (lambda c: PageLayout(c, 64, groups=0), "groups must be at least 1, got 0"),
+        (lambda c: PageLayout(c, 64, groups=True), "groups must be an integer, got True"),
+        (lambda c: PageLayout("INT2/4 g=32", 64), "config must be a KVQuantConfig, got 'INT2/4 g=32'"),
+        (lambda c: PageLayout(c, 64).planes_of("x"), 'kv must be "k" or "v", got \'x\''),
+        (lambda c: (x := PageLayout(c, 64)).offset_of(x.planes[0], 16, 0), "token must be an integer from 0 to 15"),
+        (lambda c: (x := PageLayout(c, 64)).offset_of(x.planes[0], 0, -1), "byte must be an integer from 0 to 31"),
+        (lambda c: allocate_pages(PageLayout(c, 64), -1, 2), "blocks must be at least 0, got -1"),
+    ],
+)
+def test_what_has_no_bytes_is_named(ask, message):
+    with pytest.raises(ValueError, match=message):
+        ask(preset("INT2/4 g=32"))
 
 
 def test_the_documented_layout_is_current(root):
@@ -262,5 +313,5 @@ def test_groups_that_are_not_there():
     """Nothing is written to or read from a loop group that the pages lack."""
     layout = PageLayout(preset("INT2/4 g=32"), 64, 16, 2)
     for group in (-1, 2):
-        with pytest.raises(ValueError, match=f"group must be from 0 to 1, got {group}"):
+        with pytest.raises(ValueError, match=f"group must be an integer from 0 to 1, got {group}"):
             layout.planes_of("k", group)

@@ -27,7 +27,7 @@ from typing import ClassVar
 import torch
 
 from residualquant.config import PRESETS, preset
-from residualquant.errors import ResidualQuantError
+from residualquant.errors import ResidualQuantError, check_type
 from residualquant.kernels.checks import HEAD_DIMS
 from residualquant.layout import PageLayout, loops_read
 from residualquant.repro.paths import kernels_dir, show
@@ -110,7 +110,11 @@ def variant_for(layout: PageLayout, loop: int, queries_per_head: int = 1) -> Var
         layout: of the pages.
         loop: loop within its group, from 0.
         queries_per_head: query heads per KV head.
+
+    Raises:
+        ValueError: no layout, or a loop that it has not.
     """
+    check_type("layout", layout, PageLayout)
     cfg = layout.config
     kinds = loops_read(cfg, loop)[::-1]
     first, others = kinds[0], kinds[1:]
@@ -228,7 +232,12 @@ def load_variant(variant: Compiled, architecture: str) -> ctypes.CDLL | str:
             compile_variant(variant, architecture, path)
         except ResidualQuantError as error:
             return str(error)
-    return ctypes.CDLL(str(path))
+    try:
+        library = ctypes.CDLL(str(path))
+        getattr(library, f"{Path(variant.SOURCE).stem}_arguments_bytes")
+    except (OSError, AttributeError) as error:
+        return f"delete the damaged {show(path)} ({error})"
+    return library
 
 
 def library_on(device: torch.device, variant: Compiled | str) -> ctypes.CDLL | str:

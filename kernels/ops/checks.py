@@ -11,7 +11,7 @@ import math
 import torch
 from torch import Tensor
 
-from residualquant.errors import check_count, check_type
+from residualquant.errors import check_count, check_index, check_type
 from residualquant.layout import PageLayout
 
 HEAD_DIMS = (64, 96, 128, 256)
@@ -118,16 +118,6 @@ def check_packed(
     for name, tensor in {"pages": pages, **given}.items():
         if tensor.data_ptr() % 16:
             raise ValueError(f"{name} must start at a multiple of 16 bytes, got address {tensor.data_ptr():#x}")
-
-
-def check_index(name: str, value: int, count: int) -> None:
-    """Check that ``value`` is among 0 to ``count - 1``.
-
-    Raises:
-        ValueError: it is not, or no integer.
-    """
-    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < count:
-        raise ValueError(f"{name} must be an integer from 0 to {count - 1}, got {value!r}")
 
 
 def check_cost(layout: PageLayout, loop: int = 0, **counts: int) -> None:

@@ -138,7 +138,13 @@ def choose_splits(rows: int, max_tokens: int, slots: int) -> int:
         rows: pasts to go through, sequences times KV heads.
         max_tokens: of each.
         slots: thread blocks that keep the device busy.
+
+    Raises:
+        ValueError: a count that is no integer or negative, or no slot.
     """
+    check_count("rows", rows, 0)
+    check_count("max_tokens", max_tokens, 0)
+    check_count("slots", slots)
     most = max(1, min(MOST_SPLITS, max_tokens // LEAST_SPLIT))
     return min(range(1, most + 1), key=lambda s: -(-rows * s // slots) * (max_tokens / s + SPLIT_OVERHEAD))
 
@@ -158,9 +164,11 @@ def decode_attention_cost(
         bytes, operations (scores and values, 2 D each per token and query head).
 
     Raises:
-        ValueError: no layout, a loop that it has not, or a count that is no integer or negative.
+        ValueError: no layout, a loop that it has not, a count that is no integer or negative, or KV heads with unlike
+            numbers of query heads.
     """
     check_cost(layout, loop, tokens=tokens, query_heads=query_heads, kv_heads=kv_heads)
+    check_query_heads(query_heads, kv_heads)
     read = sum(loop_bytes(layout.config, stored, layout.head_dim) for stored in loops_read(layout.config, loop))
     return 2 * read * tokens * kv_heads, 4 * layout.head_dim * tokens * query_heads
 
@@ -239,7 +247,7 @@ def decode_attention(
         prefer: "cuda", "triton" or "reference"; by default CUDA where it was or can be compiled for this layout, else
             Triton; on a CPU the reference.
         check: raise ValueError as below; to leave out where such arguments were checked before.
-        check_table: make sure that pages named by the block table exist; waits for the GPU.
+        check_table: make sure that pages named by the block table exist; waits for the GPU. Always done on a CPU.
 
     Returns:
         ``out``.
@@ -254,7 +262,7 @@ def decode_attention(
     scale = past.layout.head_dim**-0.5 if scale is None else scale
     if not len(q):
         return out
-    if check_table:
+    if check_table or q.device.type == "cpu":
         check_pages(past.block_table, past.lengths, past.layout.page_tokens, len(past.pages))
     backend, library = _choose(prefer, q, past, loop)
     if backend == "cuda":

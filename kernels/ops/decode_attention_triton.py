@@ -14,7 +14,7 @@ from torch import Tensor
 from residualquant.attention import rotate
 from residualquant.kernels.decode_attention import LOG2_E, Past, Workspace
 from residualquant.kernels.pack_kv_cuda import first_words
-from residualquant.kernels.triton_common import MAGIC, chain, load_mean, octet_order, rebuild
+from residualquant.kernels.triton_common import MAGIC, chain, check_device, load_mean, octet_order, rebuild
 
 TILE = 16  # tokens at a time
 
@@ -76,6 +76,7 @@ def decode_attention_kernel(
 def attend_past(q: Tensor, past: Past, loop: int, scratch: Workspace, scale: float) -> None:
     """Fill ``scratch`` with every split's values and weight; arguments as for
     :func:`residualquant.kernels.decode_attention.decode_attention`."""
+    check_device(q.device)
     layout, words = past.layout, past.pages.view(torch.int16)
     dim, heads, splits = layout.head_dim, words.shape[1], scratch.lse.shape[2]
     per_head = q.shape[1] // heads

@@ -157,7 +157,7 @@ def pack_kv_kernel(
 @triton.jit
 def _load_loop(x, inside, j, loop_stride, RUNS: tl.constexpr, r: tl.constexpr):
     """States of the j-th loop of run r; 0 where there is none."""
-    loop = RUNS[r][0] + j * RUNS[r][8]
+    loop = tl.cast(RUNS[r][0] + j * RUNS[r][8], tl.int64)
     return tl.load(x + loop * loop_stride, mask=inside & (j < RUNS[r][10]), other=0.0)
 
 

@@ -8,6 +8,9 @@ read tile by tile and rebuilt in registers, loop by loop along the chain of refe
     between   o = o' T_V^T                                                      the only inverse rotation
     present   s = q . k                   o += sum_t p_t v_t                    in the original space
 
+The past is rebuilt, and queries meet it, in FP16, which saturates at 65,504: queries, also rotated times scale / ln 2,
+and the scale of a group times the coefficients after it times 2^bits times one more than the loops read.
+
 Both parts share one running maximum and sum, so turning the accumulator once between them is the whole merge.
 
 Roofline: a tile of past tokens costs 114 bytes per token and head (INT2/4 g=32, a residual loop, D = 128) and about
@@ -159,8 +162,14 @@ def prefill_attention_kernel(
 def _turn(x, matrix, begin, D: tl.constexpr, TRANSPOSED: tl.constexpr):
     """x T or x T^T of rows [M, W] in FP32; x where there is no matrix."""
     if matrix is not None:
-        x = times_matrix(x, matrix + begin, D, TRANSPOSED)
+        x = times_matrix(_saturated(x), matrix + begin, D, TRANSPOSED)
     return x.to(tl.float32)
+
+
+@triton.jit
+def _saturated(x):
+    """x as FP16; what exceeds it is its largest number, NaN stays."""
+    return tl.clamp(x.to(tl.float32), -65504.0, 65504.0, propagate_nan=tl.PropagateNan.ALL).to(tl.float16)
 
 
 @triton.jit
@@ -171,7 +180,7 @@ def _through_memory(x, rows, asked):
     """
     channel = tl.arange(0, x.shape[1])[None, :]
     rows = rows.to(tl.pointer_type(tl.float16), bitcast=True)  # before the channels are added: the output may be FP32
-    tl.store(rows + channel, x.to(tl.float16), mask=asked)
+    tl.store(rows + channel, _saturated(x), mask=asked)
     tl.debug_barrier()
     return tl.load(rows + octet_order(channel), mask=asked, other=0.0)
 
@@ -344,10 +353,12 @@ def prefill_attention_cost(
         state_bytes: of one value of q, k, v and out.
 
     Raises:
-        ValueError: no layout, a loop that it has not, or a count that is no integer or negative.
+        ValueError: no layout, a loop that it has not, a count that is no integer or negative, or KV heads with unlike
+            numbers of query heads.
     """
     counts = dict(queries=queries, past=past, query_heads=query_heads, heads=heads, state_bytes=state_bytes)
     check_cost(layout, loop, **counts)
+    check_query_heads(query_heads, heads)
     cfg, head_dim = layout.config, layout.head_dim
     packed = 2 * past * heads * sum(loop_bytes(cfg, read, head_dim) for read in loops_read(cfg, loop))
     states = 2 * queries * (query_heads + heads) * head_dim * state_bytes

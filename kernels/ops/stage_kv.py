@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from residualquant.attention import BF16_LIMIT, LIMIT, to_bf16
+from residualquant.errors import check_count
 from residualquant.kernels.checks import FLOATS, check_tensors, sizes
 from residualquant.kernels.triton_common import check_device, round_bf16
 
@@ -89,5 +90,11 @@ def _check(staged, k, v, sanitised) -> None:
 
 
 def stage_kv_cost(tokens: int, heads: int, head_dim: int, state_bytes: int = 2) -> tuple[int, int]:
-    """Bytes that one call must move, and no operations."""
+    """Bytes that one call must move, and no operations.
+
+    Raises:
+        ValueError: a count that is no integer or negative.
+    """
+    for name, count in dict(tokens=tokens, heads=heads, head_dim=head_dim, state_bytes=state_bytes).items():
+        check_count(name, count, 0)
     return 2 * tokens * heads * head_dim * (state_bytes + 2), 0
