@@ -205,7 +205,10 @@ def test_benchmark_gives_a_time_only_where_the_values_are_right(monkeypatch, pas
     assert len(launched) == (6 if past else 2)
     launched.clear()
     if past:
-        with monkeypatch.context() as patched, pytest.raises(ResidualQuantError, match=r"is wrong by .*: no time given"):
+        with (
+            monkeypatch.context() as patched,
+            pytest.raises(ResidualQuantError, match=r"is wrong by .*: no time given"),
+        ):
             patched.setattr(bench, "unpack_kv", lambda states, *_: states.fill_(0))
             bench.measure_prefill(case, "anchor loop", "way", 4.0)
         assert len(launched) == 1  # the prefill kernel, which was right

@@ -30,7 +30,15 @@ from residualquant.errors import check_count
 from residualquant.kernels.checks import FLOATS, check_cost, check_packed, check_tensors, sizes
 from residualquant.kernels.pack_kv import rotation_of
 from residualquant.kernels.pack_kv_cuda import first_words, head_stride
-from residualquant.kernels.triton_common import MAGIC, chain, check_device, load_mean, natural_order, rebuild
+from residualquant.kernels.triton_common import (
+    MAGIC,
+    chain,
+    check_device,
+    earlier_means,
+    load_mean,
+    natural_order,
+    rebuild,
+)
 from residualquant.kernels.tuning import tuned
 from residualquant.layout import PageLayout, loop_bytes, loops_read
 from residualquant.pages import read_pages
@@ -126,6 +134,7 @@ def _unpack(
     D: tl.constexpr, W: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Packed tokens ``first`` to ``end`` of a sequence, the channels in ``column`` of K or of V, to their rows."""
+    before = earlier_means(means, head, CHAIN, D, W, tl.float16)
     if matrix is not None:
         channel = tl.arange(0, W)
         inside = (column < D)[:, None] & (channel < D)[None, :]
@@ -139,7 +148,7 @@ def _unpack(
         t = start + tl.arange(0, BLOCK_N)
         known = tl.minimum(t, end - 1)  # there is no need to ask again which token is one
         page = pages + tl.load(table + known // S).to(tl.int64) * (block_stride * 8)
-        z = rebuild(page, known % S, means, head, magic, INTERLEAVED, CHAIN, ALPHA, D, W, tl.float16)
+        z = rebuild(page, known % S, before, magic, INTERLEAVED, CHAIN, ALPHA, D, W, tl.float16)
         if matrix is not None:
             z = tl.dot(z, factor, tl.broadcast_to(shift[None, :], [BLOCK_N, column.shape[0]]))
         else:
