@@ -206,6 +206,8 @@ def test_benchmark_gives_a_time_only_where_the_values_are_right(monkeypatch, pas
     monkeypatch.setattr(
         bench, "time_launches", lambda launches, *_: launched.extend(x() for x in launches) or (2.0, 1.0, 3.0)
     )
+    backends = [torch.nn.attention.SDPBackend.MATH]
+    monkeypatch.setattr(bench, "flash_attention_prefill_ways", lambda *sizes: bench.prefill_ways(*sizes, backends))
     case = bench.PrefillCase("tiny", past, DEVICE, torch.float32)
     for operation, loop in bench.LOOPS.items():
         row = bench.measure_prefill(case, operation, "way", 4.0)
@@ -213,11 +215,22 @@ def test_benchmark_gives_a_time_only_where_the_values_are_right(monkeypatch, pas
         assert (row.operation, row.queries, row.past, row.bf16_us, row.speedup) == (operation, 5, past, 4e6, 2.0)
         assert (row.moved_bytes, row.operations, row.tflop_per_s) == (moved, operations, operations / 2e12)
         assert row.error < 1e-3
-    assert len(launched) == 2
+        assert (row.unpack_us, row.unpacked_us) == ((2e6, 2e6) if past else (None, None))
+    assert len(launched) == (6 if past else 2)
+    launched.clear()
+    if past:
+        with (
+            monkeypatch.context() as patched,
+            pytest.raises(ResidualQuantError, match=r"is wrong by .*: no time given"),
+        ):
+            patched.setattr(bench, "unpack_kv", lambda states, *_: states.fill_(0))
+            bench.measure_prefill(case, "anchor loop", "way", 4.0)
+        assert len(launched) == 1  # the prefill kernel, which was right
+        launched.clear()
     monkeypatch.setattr(bench, "prefill_attention", lambda out, *_: out[:-1].fill_(0))
     with pytest.raises(ResidualQuantError, match=f"5 queries after {past} tokens is wrong by .*: no time given"):
         bench.measure_prefill(case, "anchor loop", "way", 4.0)
-    assert len(launched) == 2
+    assert not launched
 
 
 @pytest.mark.parametrize("past", [0, 6])

@@ -14,7 +14,15 @@ from torch import Tensor
 from residualquant.attention import rotate
 from residualquant.kernels.decode_attention import LOG2_E, Past, Workspace
 from residualquant.kernels.pack_kv_cuda import first_words
-from residualquant.kernels.triton_common import MAGIC, chain, check_device, load_mean, octet_order, rebuild
+from residualquant.kernels.triton_common import (
+    MAGIC,
+    chain,
+    check_device,
+    earlier_means,
+    load_mean,
+    octet_order,
+    rebuild,
+)
 
 TILE = 16  # tokens at a time
 
@@ -50,19 +58,20 @@ def decode_attention_kernel(
     maximum = tl.full([BLOCK_Q], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_Q], tl.float32)
     values = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
+    means = earlier_means(k_means, head, CHAIN, D, BLOCK_D, tl.float32)
     start = begin
     while start < end:
         token = start + tl.arange(0, TILE)
         known = tl.minimum(token, end - 1)
         block = tl.load(block_table + row * table_stride + known // S).to(tl.int64)
         page = words + block * (block_stride * 8) + head * (page_head_stride * 8)
-        z = rebuild(page + k_start * 8, known % S, k_means, head, magic, 0, CHAIN, ALPHA, D, BLOCK_D, tl.float32)
+        z = rebuild(page + k_start * 8, known % S, means, magic, 0, CHAIN, ALPHA, D, BLOCK_D, tl.float32)
         scores = tl.sum(queries[:, None, :] * z[None, :, :], 2) + shift[:, None]
         scores = tl.where((token < end)[None, :], scores, float("-inf"))
         new = tl.maximum(maximum, tl.max(scores, 1))
         shrink = tl.exp2(maximum - new)
         p = tl.exp2(scores - new[:, None])
-        z = rebuild(page + v_start * 8, known % S, None, head, magic, 1, CHAIN, ALPHA, D, BLOCK_D, tl.float32)
+        z = rebuild(page + v_start * 8, known % S, (), magic, 1, CHAIN, ALPHA, D, BLOCK_D, tl.float32)
         values = values * shrink[:, None] + tl.sum(p[:, :, None] * z[None, :, :], 1)
         total = total * shrink + tl.sum(p, 1)
         maximum = new

@@ -44,6 +44,7 @@ from residualquant.kernels.triton_common import (
     MAGIC,
     chain,
     check_device,
+    earlier_means,
     load_mean,
     natural_order,
     octet_order,
@@ -193,15 +194,16 @@ def _attend_past(
     """The online softmax over all packed tokens of the sequence: query, turned and times the scale in log2, and acc in
     the rotated space and ``octet_order``, scores without what the last loop's mean adds."""
     W: tl.constexpr = query.shape[1]
+    means = earlier_means(k_means, head, CHAIN, D, W, tl.float16)
     for start in range(0, past, BLOCK_N):
         t = start + tl.arange(0, BLOCK_N)
         inside = t < past
         known = tl.minimum(t, past - 1)  # there is no need to ask again which token is one
         page = pages + tl.load(table + known // S).to(tl.int64) * (block_stride * 8)
-        keys = rebuild(page + k_start * 8, known % S, k_means, head, magic, 0, CHAIN, ALPHA, D, W, tl.float16)
+        keys = rebuild(page + k_start * 8, known % S, means, magic, 0, CHAIN, ALPHA, D, W, tl.float16)
         scores = tl.where(inside[None, :], tl.dot(query, tl.trans(keys)), float("-inf"))
         weights, largest, total, acc = _weigh(scores, largest, total, acc)
-        values = rebuild(page + v_start * 8, known % S, None, head, magic, 1, CHAIN, ALPHA, D, W, tl.float16)
+        values = rebuild(page + v_start * 8, known % S, (), magic, 1, CHAIN, ALPHA, D, W, tl.float16)
         acc = tl.dot(weights.to(tl.float16), values, acc)
     return largest, total, acc
 

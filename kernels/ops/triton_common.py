@@ -101,7 +101,7 @@ def natural_order(x):
 
 @triton.jit
 def rebuild(
-    page, t, means, head, magic, INTERLEAVED: tl.constexpr, CHAIN: tl.constexpr, ALPHA: tl.constexpr,
+    page, t, means, magic, INTERLEAVED: tl.constexpr, CHAIN: tl.constexpr, ALPHA: tl.constexpr,
     D: tl.constexpr, W: tl.constexpr, dtype: tl.constexpr,
 ):  # fmt: skip
     """Zhat of tokens t of their pages without the last loop's mean, [N, W] of dtype, channels in ``octet_order``.
@@ -112,7 +112,7 @@ def rebuild(
     Args:
         page: of each token, the first 16-bit word of K or V, at a multiple of 16 bytes.
         t: tokens of their pages.
-        means: [loops, heads, D], or none.
+        means: those of :func:`earlier_means`, or ().
         magic: MAGIC.
         CHAIN, ALPHA: those of :func:`chain`.
     """
@@ -144,12 +144,21 @@ def rebuild(
         z += (_sum(base, factors, codes, magic, i, BITS),)
     z = tl.permute(tl.join(tl.join(z[0], z[2]), tl.join(z[1], z[3])), (0, 1, 3, 4, 2))
     z = tl.reshape(z, [t.shape[0], W])
+    for i in tl.static_range(len(means)):
+        z = tl.fma(weights[-1 - i].to(dtype)[:, None], means[i][None, :], z)
+    return z
+
+
+@triton.jit
+def earlier_means(means, head, CHAIN: tl.constexpr, D: tl.constexpr, W: tl.constexpr, dtype: tl.constexpr):
+    """What :func:`rebuild` takes of ``means`` [loops, heads, D] or none: those of each loop but the last, [W] of dtype
+    in ``octet_order``; to be loaded before a loop that stores, out of which the compiler cannot take loads."""
+    found = ()
     if means is not None:
         channel = octet_order(tl.arange(0, W))
         for i in tl.static_range(len(CHAIN) - 1):
-            mean = load_mean(means, CHAIN[i][0], head, channel, D).to(dtype)
-            z = tl.fma(weights[-1 - i].to(dtype)[:, None], mean[None, :], z)
-    return z
+            found += (load_mean(means, CHAIN[i][0], head, channel, D).to(dtype),)
+    return found
 
 
 @triton.jit

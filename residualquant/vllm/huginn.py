@@ -117,7 +117,8 @@ class HuginnTrunk(nn.Module):
                 HuginnBlock(config, attention, first + n, quant_config, f"{prefix}.{name}.{n}") for n in range(count)
             )
 
-        edge, looped = AttentionLayers(vllm_config, edge=True), AttentionLayers(vllm_config)
+        edge = AttentionLayers(vllm_config, edge=True)
+        looped = AttentionLayers(vllm_config, beside=edge)
         self.wte = VocabParallelEmbedding(
             config.vocab_size, config.n_embd, quant_config=quant_config, prefix=f"{prefix}.wte"
         )
