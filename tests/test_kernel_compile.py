@@ -19,7 +19,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 from residualquant import KVQuantConfig
-from residualquant.kernels import decode_attention_triton, pack_kv, prefill_attention, stage_kv, unpack_kv
+from residualquant.kernels import decode_attention_triton, pack_kv, prefill_attention, stage_kv
 from residualquant.kernels.decode_attention import Past, workspace
 from residualquant.layout import PageLayout
 from residualquant.pages import allocate_pages
@@ -34,7 +34,7 @@ def compile_only(self, *arguments, warmup, launch=JITFunction.run, **more):
 
 triton.runtime.driver.set_active(Driver())
 JITFunction.run = compile_only
-for module in (decode_attention_triton, pack_kv, prefill_attention, stage_kv, unpack_kv):
+for module in (decode_attention_triton, pack_kv, prefill_attention, stage_kv):
     module.check_device = lambda device: None
 
 def zeros(*shape, dtype=torch.bfloat16):
@@ -63,13 +63,6 @@ def prefill(head_dim, loop, heads=16, repeat=1, dtype=torch.bfloat16, out=None, 
     past = allocate_pages(layout, 16, heads), layout, loop, table, start, lens
     out = torch.empty_like(q, dtype=out)
     prefill_attention.prefill_attention(out, q, k, v, *past, 64, 1.0, *turned(layout, heads))
-
-def unpack(head_dim, loop, heads=16, dtype=torch.bfloat16, **config):
-    layout = PageLayout(KVQuantConfig(**config), head_dim)
-    states, k, v = (zeros(*shape, heads, head_dim, dtype=dtype) for shape in ((2, 256), (64,), (64,)))
-    table, start = (zeros(*shape, dtype=torch.int32) for shape in ((1, 16), (2,)))
-    past = allocate_pages(layout, 16, heads), layout, loop, table, start, start
-    unpack_kv.unpack_kv(states, k, v, *past, 256, *turned(layout, heads))
 
 def decode(head_dim, loop, heads=16, repeat=1, **config):
     layout = PageLayout(KVQuantConfig(**config), head_dim)
@@ -103,8 +96,6 @@ KERNELS = {  # architecture, call
     "prefill, chained, 3 bits": (120, "prefill(64, 1, repeat=2, bits=(4, 3), group_size=16, reference='previous')"),
     "prefill, FP32": (120, f"prefill(128, 0, {FP32}, {OURO})"),
     "prefill, D = 256, FP32": (90, f"prefill(256, 0, {FP32}, {OURO})"),
-    "unpack, Huginn's anchor": (90, f"unpack(96, 3, heads=55, {OURO})"),
-    "unpack, chained, FP32": (120, f"unpack(64, 1, {FP32}, bits=(4, 3), group_size=16, reference='previous')"),
     "decode, Ouro": (90, f"decode(128, 0, {OURO})"),
     "decode, Ouro's anchor": (90, f"decode(128, 3, {OURO})"),
     "decode, Huginn, chained": (90, f"decode(96, 0, heads=55, reference='next', group_size=16, {OURO})"),
@@ -115,9 +106,6 @@ for arch in (80, 90, 120):
         f"writer, D = 256, sm_{arch}": (arch, f"writer(256, tokens=131, heads=3, watched=True, {OURO})"),
         f"prefill, D = 256, 0, sm_{arch}": (arch, f"prefill(256, 0, repeat=2, {OURO})"),
         f"prefill, D = 256, 3, sm_{arch}": (arch, f"prefill(256, 3, repeat=2, {OURO})"),
-        f"unpack, Ouro, sm_{arch}": (arch, f"unpack(128, 0, {OURO})"),
-        f"unpack, D = 256, sm_{arch}": (arch, f"unpack(256, 0, {OURO})"),
-        f"unpack, D = 256, FP32, sm_{arch}": (arch, f"unpack(256, 0, {FP32}, {OURO})"),
         f"decode, D = 256, sm_{arch}": (arch, f"decode(256, 0, repeat=3, {OURO})"),
     }
 
@@ -133,7 +121,7 @@ def test_it_compiles(name):
     assert run.stdout.count(".visible .entry") == 1
     assert int(re.match(r"shared memory: (\d+)", run.stdout)[1]) < LEAST_SHARED
     casts = re.findall(r"tt\.bitcast .* -> tensor<([\dx]+)x!tt\.ptr", run.stdout)
-    assert casts or not name.startswith(("prefill", "unpack"))
+    assert casts or not name.startswith("prefill")
     assert all(shape.endswith("x1") for shape in casts)  # a cast row would stay contiguous, in elements of another size
     if name.startswith("writer"):  # either would round some codes otherwise than the reference
         assert "fma.rn.f32" not in run.stdout and "div.full.f32" not in run.stdout

@@ -54,7 +54,7 @@ def problem(layout, heads, repeat, past, new, dtype, seed=0):
 
 
 def check(layout, heads, repeat, past, new, dtype, loops=None, out_dtype=None):
-    """The relative L2 error of every query and head is below 2e-3 before the output is rounded to BF16."""
+    """The relative L2 error of every query and head is below 2e-3; 4e-3 of BF16 states, as weights are then BF16 too."""
     q, k, v, pages, table, start, lens, turn = problem(layout, heads, repeat, past, new, dtype)
     for loop in loops or range(layout.config.loops):
         out = torch.full_like(q, torch.nan, dtype=out_dtype)
@@ -62,7 +62,7 @@ def check(layout, heads, repeat, past, new, dtype, loops=None, out_dtype=None):
         prefill_attention(out, q, k, v, pages, layout, loop, table, start, lens, max(new), scale, *turn)
         expected = prefill_attention_reference(q, k, v, pages, layout, loop, table, start, lens, scale, *turn)
         error = ((out.float() - expected).norm(dim=-1) / expected.norm(dim=-1)).max()
-        assert error < (4e-3 if out.dtype == torch.bfloat16 else 2e-3), (loop, error)
+        assert error < (4e-3 if dtype == torch.bfloat16 else 2e-3), (loop, error)
 
 
 CASES = {  # layout, KV heads, query heads per KV head, past, present
@@ -206,8 +206,6 @@ def test_benchmark_gives_a_time_only_where_the_values_are_right(monkeypatch, pas
     monkeypatch.setattr(
         bench, "time_launches", lambda launches, *_: launched.extend(x() for x in launches) or (2.0, 1.0, 3.0)
     )
-    backends = [torch.nn.attention.SDPBackend.MATH]
-    monkeypatch.setattr(bench, "flash_attention_prefill_ways", lambda *sizes: bench.prefill_ways(*sizes, backends))
     case = bench.PrefillCase("tiny", past, DEVICE, torch.float32)
     for operation, loop in bench.LOOPS.items():
         row = bench.measure_prefill(case, operation, "way", 4.0)
@@ -215,22 +213,11 @@ def test_benchmark_gives_a_time_only_where_the_values_are_right(monkeypatch, pas
         assert (row.operation, row.queries, row.past, row.bf16_us, row.speedup) == (operation, 5, past, 4e6, 2.0)
         assert (row.moved_bytes, row.operations, row.tflop_per_s) == (moved, operations, operations / 2e12)
         assert row.error < 1e-3
-        assert (row.unpack_us, row.unpacked_us) == ((2e6, 2e6) if past else (None, None))
-    assert len(launched) == (6 if past else 2)
-    launched.clear()
-    if past:
-        with (
-            monkeypatch.context() as patched,
-            pytest.raises(ResidualQuantError, match=r"is wrong by .*: no time given"),
-        ):
-            patched.setattr(bench, "unpack_kv", lambda states, *_: states.fill_(0))
-            bench.measure_prefill(case, "anchor loop", "way", 4.0)
-        assert len(launched) == 1  # the prefill kernel, which was right
-        launched.clear()
+    assert len(launched) == 2
     monkeypatch.setattr(bench, "prefill_attention", lambda out, *_: out[:-1].fill_(0))
     with pytest.raises(ResidualQuantError, match=f"5 queries after {past} tokens is wrong by .*: no time given"):
         bench.measure_prefill(case, "anchor loop", "way", 4.0)
-    assert not launched
+    assert len(launched) == 2
 
 
 @pytest.mark.parametrize("past", [0, 6])

@@ -18,7 +18,7 @@ HEAD_DIMS = (64, 96, 128, 256)
 BITS = (0, 1, 2, 3, 4, 8)
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 OPTIONAL = ("k_matrix", "v_matrix", "k_means", "sanitised", "rotated")  # arguments that may be None
-WRITTEN = ("out", "pages", "staged", "states")  # arguments that a kernel writes to and whose strides are free
+WRITTEN = ("out", "pages", "staged")  # arguments that a kernel writes to and whose strides are free
 
 
 def sizes(name: str, tensor: Tensor, axes: str) -> list[int]:

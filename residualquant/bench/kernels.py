@@ -364,7 +364,6 @@ def run(quick: bool, prefer: str, models: list[str]) -> list[Table]:
                 f"{model:11s} prefill, {row.queries} after {row.past:5d} tokens, {row.operation:13s} "
                 f"{row.median_us:9.1f} us, {row.tflop_per_s:5.1f} TFLOP/s, {row.speedup:5.2f}x {row.bf16_way}, "
                 f"error {row.error:.1e}"
-                + (f", unpacked {row.unpack_us:.1f}, then attended {row.unpacked_us:.1f} us" if row.unpack_us else "")
             )
             prompts.add(row)
     if whole:

@@ -1,7 +1,7 @@
 """Prefill in chunks over packed pages beside causal BF16 attention over the same tokens; run by ``make bench-gpu``.
 
 Expected before measuring: bound by the two products, so packed attention does not beat BF16; it adds rebuilding and the
-rotations of queries and outputs. Unpacking first, then FlashAttention: BF16's time and that of writing the past once.
+rotations of queries and outputs.
 """
 
 from __future__ import annotations
@@ -32,22 +32,19 @@ from residualquant.kernels.prefill_attention import (
     prefill_attention_cost,
     prefill_attention_reference,
 )
-from residualquant.kernels.unpack_kv import unpack_kv
 from residualquant.vllm.flash_attention import flash_attention_prefill_ways
 
 QUERIES = 2048
 PASTS = (0, 2048, 16384)
 LOOPS = {"residual loop": 0, "anchor loop": 3}
 TOLERANCE = 4e-3  # of BF16 output, against FP32
-UNPACKED_TOLERANCE = 6e-3  # the same where the past is rounded to BF16, too
 
 
 @dataclass(frozen=True)
 class PrefillTiming:
     """One row of data/h200/prefill.csv: a step of ``queries`` new tokens of one sequence, one loop; in microseconds.
 
-    ``bf16_us`` is the fastest causal BF16 attention over the same tokens, ``speedup`` over it. ``unpack_us`` is
-    unpacking of past and step alone, ``unpacked_us`` with FlashAttention 3 after it; None without a past or that.
+    ``bf16_us`` is the fastest causal BF16 attention over the same tokens, ``speedup`` over it.
     """
 
     gpu: str
@@ -68,8 +65,6 @@ class PrefillTiming:
     bf16_way: str
     bf16_us: float
     speedup: float
-    unpack_us: float | None
-    unpacked_us: float | None
 
 
 class PrefillCase:
@@ -99,8 +94,6 @@ class PrefillCase:
         self.start = torch.tensor([0, self.queries], dtype=torch.int32, device=device)
         self.lens = torch.tensor([past + self.queries], dtype=torch.int32, device=device)
         self.out = torch.empty_like(self.states[0][0])
-        self.held = torch.tensor([0, past + self.queries], dtype=torch.int32, device=device)
-        self.unpacked = torch.zeros(2, past + self.queries, heads, head_dim, dtype=dtype, device=device)
 
     def cost(self, loop: int) -> tuple[int, int]:
         """Bytes and operations of a launch."""
@@ -116,28 +109,17 @@ class PrefillCase:
         scale = self.layout.head_dim**-0.5
         prefill_attention(self.out, *self.arguments(loop, which), self.queries, scale, *self.turn)
 
-    def unpack(self, loop: int, which: int) -> None:
-        """Past and step of one set in one piece."""
-        _, *step, pages, layout, _, table, start, _ = self.arguments(loop, which)
-        longest = self.past + self.queries
-        unpack_kv(self.unpacked, *step, pages, layout, loop, table, start, self.held, longest, *self.turn)
-
-    def launch_unpacked(self, attend: Callable[[Tensor, Tensor, Tensor], Tensor], loop: int, which: int) -> None:
-        """The same attention by ``attend`` over what was unpacked."""
-        self.unpack(loop, which)
-        self.out = attend(self.states[which][0], *self.unpacked)
-
-    def error(self, loop: int, launch: Callable[[int, int], None], tolerance: float = TOLERANCE) -> float:
-        """Largest relative L2 error of a query and head that ``launch`` leaves in an output poisoned before.
+    def error(self, loop: int) -> float:
+        """Largest relative L2 error of a query and head, of output poisoned before.
 
         Raises:
-            ResidualQuantError: it is above ``tolerance``, or something was not written.
+            ResidualQuantError: it is above ``TOLERANCE``, or something was not written.
         """
         self.out.fill_(torch.nan)
-        launch(loop, 0)
+        self.launch(loop, 0)
         expected = prefill_attention_reference(*self.arguments(loop, 0), self.layout.head_dim**-0.5, *self.turn)
         error = ((self.out.float() - expected).norm(dim=-1) / expected.norm(dim=-1)).max().item()
-        if not error < tolerance:
+        if not error < TOLERANCE:
             where = f"loop {loop} of {self.queries} queries after {self.past} tokens"
             raise ResidualQuantError(f"prefill of {where} is wrong by {error}: no time given")
         return error
@@ -184,15 +166,8 @@ def prefill_ways(
 def measure_prefill(case: PrefillCase, operation: str, bf16_way: str, bf16_seconds: float) -> PrefillTiming:
     """One row of prefill, after a comparison with the reference."""
     loop = LOOPS[operation]
-    error, sets = case.error(loop, case.launch), range(len(case.states))
-    seconds = time_launches([partial(case.launch, loop, which) for which in sets])
-    unpack = unpacked = None
-    for attend in flash_attention_prefill_ways(case.queries, case.past).values() if case.past else ():
-        launch = partial(case.launch_unpacked, attend)
-        case.error(loop, launch, UNPACKED_TOLERANCE)
-        unpack, unpacked = (
-            time_launches([partial(way, loop, which) for which in sets])[0] * 1e6 for way in (case.unpack, launch)
-        )
+    error = case.error(loop)
+    seconds = time_launches([lambda which=which: case.launch(loop, which) for which in range(len(case.states))])
     moved, operations = case.cost(loop)
     return PrefillTiming(
         **row_of(case, seconds),
@@ -207,8 +182,6 @@ def measure_prefill(case: PrefillCase, operation: str, bf16_way: str, bf16_secon
         bf16_way=bf16_way,
         bf16_us=bf16_seconds * 1e6,
         speedup=bf16_seconds / seconds[0],
-        unpack_us=unpack,
-        unpacked_us=unpacked,
     )
 
 

@@ -90,7 +90,6 @@ class LoopedMetadataBuilder(AttentionMetadataBuilder[LoopedMetadata]):
             query_start=common.query_start_loc,
             query_start_cpu=common.query_start_loc_cpu,
             seq_lens=common.seq_lens,
-            seq_lens_cpu=common.seq_lens_cpu_upper_bound,
             block_table=common.block_table_tensor,
             slots=common.slot_mapping[: common.num_actual_tokens],
             decodes=decodes,

@@ -1,4 +1,4 @@
-"""FlashAttention as vLLM brings it: for pieces of prompts, and the kernels' BF16 baseline."""
+"""FlashAttention as vLLM brings it: for prompts that have no packed past, and the kernels' BF16 baseline."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 
-def prompt_attention(head_dim: int) -> Callable[..., None] | None:
-    """Causal attention of sequences' last tokens, by the version that vLLM's own models get; None where vLLM has none.
+def prompt_attention(head_dim: int) -> Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, int], None] | None:
+    """Causal attention of whole prompts, by the version that vLLM's own models get; None where vLLM has none.
 
     Returns:
-        a function of ``out`` [T, Hq, D] to write to, q [T, Hq, D], k and v [N, H, D], all three bf16, and for q, then
-        for k and v: ``starts`` int32 [B + 1], where each sequence begins, and the length of the longest.
+        a function of ``out`` [T, Hq, D] to write to, q [T, Hq, D], k and v [T, H, D], all three bf16, ``starts`` int32
+        [B + 1], where each prompt begins, and the length of the longest.
     """
     from vllm.v1.attention.backends.fa_utils import get_flash_attn_version, is_flash_attn_varlen_func_available
 
@@ -23,13 +23,11 @@ def prompt_attention(head_dim: int) -> Callable[..., None] | None:
 
     version = get_flash_attn_version(head_size=head_dim)
 
-    def attend(
-        out: Tensor, q: Tensor, k: Tensor, v: Tensor, starts: Tensor, longest: int, k_starts: Tensor, k_longest: int
-    ) -> None:
+    def attend(out: Tensor, q: Tensor, k: Tensor, v: Tensor, starts: Tensor, longest: int) -> None:
         written = out if out.dtype == q.dtype else torch.empty_like(q)
         flash_attn_varlen_func(
-            q, k, v, max_seqlen_q=longest, cu_seqlens_q=starts, max_seqlen_k=k_longest, cu_seqlens_k=k_starts,
-            causal=True, out=written, fa_version=version,
+            q, k, v, max_seqlen_q=longest, cu_seqlens_q=starts, max_seqlen_k=longest, cu_seqlens_k=starts, causal=True,
+            num_splits=1, out=written, fa_version=version,
         )  # fmt: skip
         if written is not out:
             out.copy_(written)

@@ -117,8 +117,7 @@ class HuginnTrunk(nn.Module):
                 HuginnBlock(config, attention, first + n, quant_config, f"{prefix}.{name}.{n}") for n in range(count)
             )
 
-        edge = AttentionLayers(vllm_config, edge=True)
-        looped = AttentionLayers(vllm_config, beside=edge)
+        edge, looped = AttentionLayers(vllm_config, edge=True), AttentionLayers(vllm_config)
         self.wte = VocabParallelEmbedding(
             config.vocab_size, config.n_embd, quant_config=quant_config, prefix=f"{prefix}.wte"
         )

@@ -57,17 +57,15 @@ class AttentionLayers:
     Args:
         vllm_config: vLLM's configuration.
         edge: for the layers that run once.
-        beside: the model's other layers, whose scratch these share.
     """
 
-    def __init__(self, vllm_config: VllmConfig, edge: bool = False, beside: AttentionLayers | None = None):
+    def __init__(self, vllm_config: VllmConfig, edge: bool = False):
         hf_config, config = vllm_config.model_config.hf_config, settings_of(vllm_config).config
         size, rank = get_tensor_model_parallel_world_size(), get_tensor_model_parallel_rank()
         self.shape = edge_shape(hf_config) if edge else kv_shape(hf_config)
         self.kv_heads, self.heads = self.shape.kv_heads // size, hf_config.num_attention_heads // size
         device = torch.get_default_device()
         own = slice(rank * self.kv_heads, (rank + 1) * self.kv_heads)
-        self._scratch = None if beside is None else beside._scratch  # None on a CPU, too
         self._pages: list[PagedKV] | None = None  # None: vLLM's
         if not config.is_off:
             if edge:
@@ -91,12 +89,10 @@ class AttentionLayers:
             return [PackedPages(layout, rotations, layer) for layer in range(shape.layers)]
         from residualquant.vllm.paged_cuda import KernelPages, Scratch
 
-        if self._scratch is None:
-            scheduler = vllm_config.scheduler_config
-            requests = max(2, scheduler.max_num_seqs)  # the self-check has two
-            tokens, step = vllm_config.model_config.max_model_len, scheduler.max_num_batched_tokens
-            self._scratch = Scratch(requests, self.heads, self.kv_heads, shape.head_dim, tokens, step, device)
-        return [KernelPages(layout, rotations, layer, self._scratch) for layer in range(shape.layers)]
+        requests = max(2, vllm_config.scheduler_config.max_num_seqs)  # the self-check has two
+        tokens = vllm_config.model_config.max_model_len
+        scratch = Scratch(requests, self.heads, self.kv_heads, shape.head_dim, tokens, device)
+        return [KernelPages(layout, rotations, layer, scratch) for layer in range(shape.layers)]
 
     def make(self, layer: int, name: str) -> nn.Module:
         """The attention of one layer: a module that maps (loop, q, k, v) to its output."""

@@ -14,7 +14,6 @@ from functools import cached_property
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from residualquant.attention import attend_past_and_step, attend_prompt, count_unusable, make_finite_
 from residualquant.cache import LayerRotations
@@ -34,7 +33,6 @@ class StepBatch:
         query_start: int32 [R + 1], first token of each request within the step.
         query_start_cpu: the same on the host.
         seq_lens: int32 [R], tokens of each request, past and step; 0 for a request that is padding.
-        seq_lens_cpu: the same on the host, which of requests with a single token may know more than there are.
         block_table: int32 [R, blocks], its pages in order.
         slots: int [T], where each token of the step goes: token ``slot mod S`` of page ``slot // S``; -1: nowhere.
         decodes: requests with one token.
@@ -44,7 +42,6 @@ class StepBatch:
     query_start: Tensor
     query_start_cpu: Tensor
     seq_lens: Tensor
-    seq_lens_cpu: Tensor
     block_table: Tensor
     slots: Tensor
     decodes: int
@@ -55,26 +52,26 @@ class StepBatch:
         """int32 [decodes], tokens before this step of the requests with one token."""
         return (self.seq_lens[: self.decodes] - 1).clamp_(min=0)
 
-    @property
-    def pieces(self) -> int:
-        """Requests that are not decodes: pieces of prompts, and padding."""
-        return len(self.seq_lens) - self.decodes
+    @cached_property
+    def continued(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Block table, ``query_start`` and ``seq_lens`` of the longer pieces that have a past."""
+        end = len(self.seq_lens) - self.beginnings
+        return (
+            self.block_table[self.decodes : end],
+            self.query_start[self.decodes : end + 1],
+            self.seq_lens[self.decodes : end],
+        )
 
     @cached_property
-    def piece_starts(self) -> Tensor:
-        """int32 [pieces + 1], first token of each piece of a prompt, counted from the first of them."""
-        return self.query_start[self.decodes :] - self.decodes
+    def first_beginning(self) -> int:
+        """The first token of the requests that have no past."""
+        return int(self.query_start_cpu[len(self.seq_lens) - self.beginnings])
 
     @cached_property
-    def state_starts(self) -> Tensor:
-        """int32 [pieces + 1], the same where each piece comes after its past."""
-        return pad(self.seq_lens[self.decodes :].cumsum(0, dtype=torch.int32), (1, 0))
-
-    @cached_property
-    def state_counts(self) -> tuple[int, int]:
-        """Tokens of the pieces of prompts with their pasts: the most of one, and all together."""
-        counts = self.seq_lens_cpu[self.decodes :]
-        return int(counts.max()), int(counts.sum())
+    def beginning_starts(self) -> Tensor:
+        """int32 [beginnings + 1], first token of each request that has no past, counted from the first of them."""
+        starts = self.query_start[len(self.seq_lens) - self.beginnings :]
+        return starts - starts[0]
 
     @cached_property
     def longest(self) -> int:

@@ -1,11 +1,13 @@
 """Packed pages by the GPU kernels of :mod:`residualquant.kernels`: one writer launch a step, nothing that waits.
 
 Requests with one token go to decode attention, whose scratch is made once, so steps of such requests can be captured
-into CUDA graphs. Pieces of prompts go to the attention of vLLM's own models, after their packed past, if any, was
-unpacked. Queries are read as BF16 and rotations as FP16.
+into CUDA graphs. The beginnings of prompts, which have no packed past, go to the attention of vLLM's own models, later
+pieces to chunked prefill. Queries are read as BF16 and rotations as FP16.
 """
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -17,7 +19,6 @@ from residualquant.kernels.decode_attention import Past, Workspace, decode_atten
 from residualquant.kernels.pack_kv import pack_kv
 from residualquant.kernels.prefill_attention import prefill_attention
 from residualquant.kernels.stage_kv import stage_kv
-from residualquant.kernels.unpack_kv import unpack_kv
 from residualquant.layout import PageLayout
 from residualquant.rotation import Rotation
 from residualquant.vllm.flash_attention import prompt_attention
@@ -39,7 +40,7 @@ def why_not(config: KVQuantConfig, head_dim: int) -> str | None:
 
 
 class Scratch:
-    """What decode attention and unpacked pasts need, shared by all layers and loops.
+    """Scratch of decode attention for every number of requests, shared by all layers and loops.
 
     One request wants its past split into more parts than each of many, so there is one workspace per power of two.
 
@@ -47,21 +48,14 @@ class Scratch:
         requests: the most at a time.
         heads, kv_heads, head_dim: Hq, H, D of this process.
         tokens: the longest past.
-        step: the most tokens of a step.
         device: where.
-
-    Attributes:
-        states: bf16 [2, tokens + step, H, D], K and V of pieces of prompts with their pasts; finite from the beginning,
-            since attention may read beyond a sequence what it then leaves out.
     """
 
     def __init__(
-        self, requests: int, heads: int, kv_heads: int, head_dim: int, tokens: int, step: int,
-        device: torch.device | str,
-    ):  # fmt: skip
+        self, requests: int, heads: int, kv_heads: int, head_dim: int, tokens: int, device: torch.device | str
+    ):
         sizes = (1 << power for power in range((requests - 1).bit_length() + 1))
         self._workspaces = [workspace(size, heads, kv_heads, head_dim, tokens, device) for size in sizes]
-        self.states = torch.zeros(2, tokens + step, kv_heads, head_dim, dtype=torch.bfloat16, device=device)
 
     def of(self, requests: int) -> Workspace:
         """The workspace for ``requests`` requests."""
@@ -73,7 +67,7 @@ class KernelPages(PackedPages):
 
     Args:
         layout, rotations, layer: as there.
-        scratch: for the most requests and tokens at a time.
+        scratch: for the most requests at a time.
     """
 
     def __init__(self, layout: PageLayout, rotations: LayerRotations, layer: int, scratch: Scratch):
@@ -115,33 +109,18 @@ class KernelPages(PackedPages):
         q = q.to(self.step_dtype)
         group, inner = divmod(loop, self.layout.config.loops)
         operands, decodes = self._operands[group], batch.decodes
+        if self._prompt_attention is None and batch.beginnings:
+            batch = replace(batch, beginnings=0)
         if decodes:
             past = Past(pages, self.layout, batch.block_table[:decodes], batch.decode_pasts, *operands, group)
             own = (x[:decodes] for x in (q, k, v))
             decode_attention(*own, past, inner, self._scratch.of(decodes), out=out[:decodes], check=self._check)
-        if batch.pieces:
-            self._attend_pieces(inner, group, *(x[decodes:] for x in (out, q, k, v)), pages, batch)
-        return out
-
-    def _attend_pieces(
-        self, loop: int, group: int, out: Tensor, q: Tensor, k: Tensor, v: Tensor, pages: Tensor, batch: StepBatch
-    ) -> None:
-        """Pieces of prompts: by vLLM's attention over the unpacked past and the step; by chunked prefill where there is
-        no such attention or a past has no room in the scratch."""
-        states, has_past = self._scratch.states, batch.beginnings < batch.pieces
-        longest, count = batch.state_counts
-        table, starts = batch.block_table[batch.decodes :], batch.piece_starts
-        options = dict(group=group, check=self._check)
-        if self._prompt_attention is None or (has_past and count > states.shape[1]):
+        if decodes + batch.beginnings < len(batch.seq_lens):
             prefill_attention(
-                out, q, k, v, pages, self.layout, loop, table, starts, batch.seq_lens[batch.decodes :], batch.longest,
-                self.layout.head_dim**-0.5, *self._operands[group], **options,
+                out, q, k, v, pages, self.layout, inner, *batch.continued, batch.longest,
+                self.layout.head_dim**-0.5, *operands, group=group, check=self._check,
             )  # fmt: skip
-            return
-        if has_past:
-            unpack_kv(
-                states, k, v, pages, self.layout, loop, table, starts, batch.state_starts, longest,
-                *self._operands[group], **options,
-            )  # fmt: skip
-            k, v = states
-        self._prompt_attention(out, q, k, v, starts, batch.longest, batch.state_starts, longest)
+        if batch.beginnings:
+            own = (x[batch.first_beginning :] for x in (out, q, k, v))
+            self._prompt_attention(*own, batch.beginning_starts, batch.longest)
+        return out

@@ -103,7 +103,6 @@ def _trial_batch(done: int, size: int, page_tokens: int, device: torch.device) -
         query_start=starts.to(device),
         query_start_cpu=starts,
         seq_lens=torch.full((2,), done + size, dtype=torch.int32, device=device),
-        seq_lens_cpu=torch.full((2,), done + size, dtype=torch.int32, device="cpu"),
         block_table=table,
         slots=(table[:, columns // page_tokens] * page_tokens + columns % page_tokens).flatten(),
         decodes=2 if size == 1 else 0,

@@ -347,7 +347,7 @@ def test_padding_is_neither_attended_to_nor_written():
     pages[2] = 255  # NaN scales in a page that nobody owns
     starts = torch.tensor([0, 1, 2])
     batch = StepBatch(
-        query_start=starts, query_start_cpu=starts, seq_lens=torch.tensor([3, 1]), seq_lens_cpu=torch.tensor([3, 1]),
+        query_start=starts, query_start_cpu=starts, seq_lens=torch.tensor([3, 1]),
         block_table=torch.tensor([[1, 2], [2, 2]]), slots=torch.tensor([19, 32]), decodes=2,
     )  # fmt: skip
     out = own.attend(0, torch.randn(2, 2, 128), k[0, :2], k[0, :2], pages, batch)
