@@ -391,6 +391,8 @@ def _serve_command(extra: Sequence[str]) -> Callable[..., None]:
     def command(model, config, kv, rotations, only_print):
         from residualquant.vllm.serve import ENVIRONMENT, check_installed, environment, serve_command
 
+        if kv.layer_bits is not None:
+            raise ValueError(f"layer-bits cannot be served, pages of all layers have one size: got {kv.layer_bits}")
         settings = {"preset": config, **kv.given} | ({"rotations": str(rotations)} if rotations else {})
         line = serve_command(model, settings, extra)
         print(shlex.join([*(f"{k}={v}" for k, v in ENVIRONMENT.items()), *line]), flush=True)

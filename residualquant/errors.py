@@ -11,12 +11,14 @@ class ResidualQuantError(Exception):
     """A problem that one sentence explains; the command line prints it and exits with code 2."""
 
 
-def check_count(name: str, value: Any, least: int = 1) -> None:
-    """Raises ValueError unless ``value`` is an integer of at least ``least``."""
+def check_count(name: str, value: Any, least: int = 1, most: int | None = None) -> None:
+    """Raises ValueError unless ``value`` is an integer of at least ``least`` and, where given, at most ``most``."""
     if not isinstance(value, int) or isinstance(value, bool):
         raise ValueError(f"{name} must be an integer, got {value!r}")
     if value < least:
         raise ValueError(f"{name} must be at least {least}, got {value}")
+    if most is not None and value > most:
+        raise ValueError(f"{name} must be at most {most}, got {value}")
 
 
 def check_index(name: str, value: Any, count: int) -> None:

@@ -11,6 +11,8 @@ from typing import Annotated, Any
 
 import tyro
 
+from residualquant.errors import check_count
+
 Profile = Annotated[str, tyro.conf.arg(help="smoke (minutes), mini (2-core CPU), full (one GPU) or paper.")]
 Only = Annotated[tuple[str, ...], tyro.conf.arg(help="Labels to make, such as table2 figure1_left; all when empty.")]
 Bits = Annotated[
@@ -20,7 +22,7 @@ LayerBits = Annotated[
     tuple[str, ...] | None,
     tyro.conf.arg(help="Bits of each loop for single layers (from 1), such as 1:16,16,16,16 2:4,4,4,4."),
 ]
-MOST_LOOPS = 1024  # of a loop group; a configuration lists every one of them
+MOST_LOOPS = 128  # of a loop group; a configuration lists every one of them
 
 
 @dataclass(frozen=True)
@@ -59,8 +61,9 @@ class KVOptions:
         if model_layers is not None and most > model_layers:
             raise ValueError(f"layer-bits must name layers from 1 to {model_layers}, got {most}")
         loops = min(4, model_loops) if self.loops is None else self.loops
-        if loops > MOST_LOOPS:
-            raise ValueError(f"loops must be at most {MOST_LOOPS}, got {loops}")
+        check_count("loops", loops, most=MOST_LOOPS)
+        if None not in (self.loops, self.bits) and len(self.bits) != loops:
+            raise ValueError(f"bits must be of as many loops as --loops, got {self.bits} and {loops}")
         layers = Counter(layer for layer, _ in changes.get("layer_bits", ()))
         for layer, bits in changes.get("layer_bits", ()):
             if layers[layer] > 1 or len(bits) != loops:

@@ -134,6 +134,7 @@ HARM = {
     "no heads": (_config(num_key_value_heads=0), "num_key_value_heads must be a positive integer, got 0"),
     "heads in words": (_config(num_attention_heads="2"), "num_attention_heads must be a positive integer, got '2'"),
     "heads by halves": (_config(num_attention_heads=2.0), "num_attention_heads must be a positive integer, got 2.0"),
+    "loops": (_config(total_ut_steps=10**9), "total_ut_steps must be at most 1024, got 1000000000"),
     "layers": (_config(num_hidden_layers=-1), "num_hidden_layers must be a positive integer, got -1"),
     "norms": (_config(rms_norm_eps="small"), "rms_norm_eps must be a positive number, got 'small'"),
     "a tensor twice": (

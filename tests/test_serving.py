@@ -1,4 +1,4 @@
-"""What the notebook on serving does without vLLM, and how it says that a server did not start."""
+"""What serving does without vLLM: its command and what that refuses, and what the notebook shows."""
 
 import json
 import sys
@@ -6,9 +6,13 @@ import sys
 import pytest
 import stand_ins
 
+from residualquant import cli
 from residualquant.config import preset
 from residualquant.errors import ResidualQuantError
+from residualquant.models.loading import model_folder
 from residualquant.repro import readme, serving
+from residualquant.vllm import bench
+from residualquant.vllm.serve import check_served, environment, serve_command
 
 ROWS = [
     {"KV cache": "BF16", "tokens that fit": 65_536, "tokens per second": 50.5},
@@ -156,3 +160,125 @@ def test_checks_say_what_parted_and_what_failed(records):
         ["b", "2 passed, 1 failed", "1"],
     ]
     assert "- a: so." in text and text.endswith("Not measured: c.")
+
+
+# ------------------------------------------------------------------------------------------------- the command
+
+OURO, HUGINN = "mini-ouro-maths", "mini-huginn"
+
+
+@pytest.mark.parametrize(
+    ("argv", "sentence"),
+    [
+        ((OURO, "--loops", "50000000"), "loops must be at most 4, got 50000000"),
+        ((OURO, "--loops", "2", "--bits", "2", "2", "2", "4"), "equally many loops, got loops=2 and bits=(2, 2, 2, 4)"),
+        ((OURO, "--config", "BF16", "--bits", "2", "2", "2", "4"), 'preset "BF16" keeps K and V as they are, got'),
+        ((OURO, "--rotation", "optr_h", "--rotations", "/nowhere"), "/nowhere holds no calibration"),
+        ((OURO, "--rotation", "optr_h", "--rotations", __file__), "test_serving.py holds no calibration"),
+        ((OURO, "--layer-bits", "1:3"), "layer-bits cannot be served, pages of all layers have one size: got ('1:3',)"),
+        ((HUGINN, "--group-size", "64"), "head_dim 96 is not divisible by the group size 64 of loop 0"),
+        (
+            (OURO, "--", "--additional-config", "{}"),
+            "--additional-config is set by the options of `residualquant serve`",
+        ),
+        ((OURO, "--", "--additional_config.residualquant.preset=x"), "--additional-config is set by the options"),
+        ((OURO, "--", "--model", "other"), "--model is set by the options of `residualquant serve`"),
+        ((OURO, "--", "--port", "1", "--kv-cache-dtype=fp8"), "does not take this option of vLLM"),
+        ((OURO, "--", "-pp", "2"), "(docs/serving.md, Refused): got -pp 2"),
+        ((OURO, "--", "--speculative-config", "{}"), "got --speculative-config {}"),
+    ],
+)
+def test_what_cannot_be_served_is_refused_before_vllm_starts(capsys, argv, sentence):
+    end = argv.index("--") if "--" in argv else len(argv)
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(["serve", *argv[:end], "--only-print", *argv[end:]])
+    err = capsys.readouterr().err
+    assert sentence in err and err.count("\n") == 1
+
+
+def test_options_that_ask_for_nothing_are_handed_to_vllm(capsys):
+    extra = ["--kv_cache_dtype", "auto", "-pp", "1", "--port", "8001"]
+    cli.main(["serve", OURO, "--config", "BF16", "--only-print", "--", *extra])
+    assert capsys.readouterr().out.strip().endswith(" ".join(extra))
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    """A function that writes config.json, of the mini model with changes or of any bytes, and gives its folder."""
+
+    def write(content=b"", **changes):
+        values = json.loads((model_folder(OURO) / "config.json").read_text())
+        folder = tmp_path / "odd"
+        folder.mkdir()
+        (folder / "config.json").write_bytes(content or json.dumps(values | changes).encode())
+        return folder
+
+    return write
+
+
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [
+        (b"[]", "it must hold an object, got list"),
+        (b"null", "it must hold an object, got NoneType"),
+        (b"[" * 100_000, "it is nested too deeply"),
+        (b"{not json", "Expecting property name"),
+        (b"\xff\xfe\x00", "can't decode byte"),
+        ({"model_type": None}, "model_type is None, expected one of"),
+        ({"model_type": ["ouro"]}, r"model_type is \['ouro'\], expected one of"),
+        ({"model_type": "huginn_raven"}, "'huginn_raven' is RavenForCausalLM's, got the architecture OuroForCausalLM"),
+        ({"architectures": 5}, "architectures must be a list of names, got 5"),
+        ({"architectures": {"a": 1}}, "architectures must be a list of names, got {'a': 1}"),
+        ({"architectures": [["x"]]}, r"architectures must be a list of names, got \[\['x'\]\]"),
+        ({"architectures": "OuroForCausalLM"}, "architectures must be a list of names, got 'OuroForCausalLM'"),
+        ({"num_key_value_heads": 0}, "num_key_value_heads must be a positive integer, got 0"),
+        ({"head_dim": "128"}, "head_dim must be a positive integer, got '128'"),
+        ({"num_attention_heads": 0}, "num_attention_heads must be a positive integer, got 0"),
+        ({"total_ut_steps": 10**9}, "total_ut_steps must be at most 1024, got 1000000000"),
+    ],
+)
+def test_an_odd_config_json_is_one_sentence_that_names_it(checkpoint, content, sentence):
+    folder = checkpoint(**content) if isinstance(content, dict) else checkpoint(content)
+    with pytest.raises(ResidualQuantError, match=rf"config\.json of odd cannot be used: .*{sentence}") as caught:
+        check_served(folder)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "sentence"), [(50, "positive multiple of 16, got 50"), (32, "Hadamard rotation needs a head_dim of")]
+)
+def test_heads_that_cannot_be_coded_are_refused(checkpoint, head_dim, sentence):
+    folder = checkpoint(head_dim=head_dim)
+    with pytest.raises(ValueError, match=sentence):
+        serve_command(folder, {"preset": "INT2/4 g=32", "rotation": "hadamard"})
+    serve_command(folder, {"preset": "BF16", "rotation": "hadamard"})
+
+
+def test_what_is_left_out_of_config_json_has_its_default(checkpoint):
+    config = check_served(checkpoint(head_dim=None, num_attention_heads=None, num_key_value_heads=None))
+    assert (config.num_attention_heads, config.num_key_value_heads) == (16, 16)
+    assert config.head_dim == config.hidden_size // 16
+
+
+def test_the_command_is_of_texts_and_names_no_option_that_is_a_folder(checkpoint, monkeypatch):
+    folder = checkpoint()
+    monkeypatch.chdir(folder.parent)
+    folder.rename("-odd")
+    line = serve_command(folder.parent / "-odd", {"preset": "BF16"})
+    assert all(isinstance(word, str) for word in line)
+    assert serve_command("./-odd", {"preset": "BF16"})[:3] == ["vllm", "serve", "./-odd"]
+    with pytest.raises(ValueError, match="extra must be a sequence of options, got the text '--port'"):
+        serve_command("./-odd", {"preset": "BF16"}, "--port")
+
+
+def test_a_folder_of_metrics_that_is_not_there(monkeypatch):
+    monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", "/nowhere")
+    with pytest.raises(ResidualQuantError, match=r"PROMETHEUS_MULTIPROC_DIR must name a folder .* got '/nowhere'"):
+        environment()
+
+
+@pytest.mark.parametrize("words", [(), ("x.json", "hugin"), ("x.json", "ouro", "huginn"), ("x.json", "packed", "raw")])
+def test_the_benchmark_takes_no_other_words(words, monkeypatch):
+    monkeypatch.setattr(bench.subprocess, "run", lambda *_, **__: pytest.fail("it started"))
+    with pytest.raises(SystemExit, match=rf"takes FILE \[ouro\|huginn\] .* got {' '.join(words) or 'nothing'}"):
+        bench.main(*words)

@@ -9,13 +9,16 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from residualquant.errors import ResidualQuantError
+from residualquant.errors import ResidualQuantError, check_count
 from residualquant.models.base import STOP_TOKENS, KVShape, LoopedModel
 from residualquant.models.huginn import Huginn, HuginnConfig
 from residualquant.models.ouro import Ouro, OuroConfig
@@ -32,6 +35,8 @@ HUB_REVISIONS = {
     "tomg-group-umd/huginn-0125": "bb6621b65e90b6a4b9b29ef88dc83866d450470c",
 }
 
+LOOPS = ("total_ut_steps", "mean_recurrence")
+MOST_LOOPS = 1024  # of a model; what lists them all would otherwise fill the memory
 WHOLE_CHECKPOINT = ("*.safetensors", "*.json", "tokenizer*")
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -93,18 +98,39 @@ def weights_hash(folder: Path) -> str:
 
 
 def _read_config(folder: Path) -> OuroConfig | HuginnConfig:
+    with config_file(folder) as values:
+        return config_of(values)
+
+
+@contextmanager
+def config_file(folder: Path) -> Iterator[dict[str, Any]]:
+    """What a checkpoint's ``config.json`` holds, to be used in the context.
+
+    Raises:
+        ResidualQuantError: it cannot be read, or a ValueError in the context said why it cannot be used.
+    """
     try:
-        values = parse_json((folder / "config.json").read_bytes())
-        kind = values.get("model_type")
-        if not isinstance(kind, str) or kind not in ARCHITECTURES:
-            raise ValueError(f"model_type is {kind!r}, expected one of {sorted(ARCHITECTURES)}")
-        _check_numbers(values, ARCHITECTURES[kind][0]())
-        return ARCHITECTURES[kind][0].from_dict(values)
+        yield parse_json((folder / "config.json").read_bytes())
     except (OSError, ValueError) as error:
         raise ResidualQuantError(f"config.json of {folder.name} cannot be used: {error}") from error
 
 
-def _check_numbers(values: dict, known: OuroConfig | HuginnConfig) -> None:
+def config_of(values: Mapping[str, Any]) -> OuroConfig | HuginnConfig:
+    """The configuration of the model that ``values``, those of a ``config.json``, describe.
+
+    Raises:
+        ValueError: another kind of model, a variant that is not implemented, or a number that none can have.
+    """
+    kind = values.get("model_type")
+    if not isinstance(kind, str) or kind not in ARCHITECTURES:
+        raise ValueError(f"model_type is {kind!r}, expected one of {sorted(ARCHITECTURES)}")
+    known = ARCHITECTURES[kind][0]()
+    _check_numbers(values, known)
+    defaults = {name: value for name, value in vars(known).items() if name != "head_dim"}  # which follows from others
+    return type(known).from_dict(defaults | {name: value for name, value in values.items() if value is not None})
+
+
+def _check_numbers(values: Mapping[str, Any], known: OuroConfig | HuginnConfig) -> None:
     """Raises ValueError where a number of config.json is none that a model can have; ``known`` has the right types."""
     for name in vars(known).keys() & values.keys():
         value, kind = values[name], type(getattr(known, name))
@@ -112,6 +138,8 @@ def _check_numbers(values: dict, known: OuroConfig | HuginnConfig) -> None:
             continue
         if kind is int and (type(value) is not int or value < 1):
             raise ValueError(f"{name} must be a positive integer, got {value!r}")
+        if name in LOOPS:
+            check_count(name, value, most=MOST_LOOPS)
         if kind is float and (type(value) not in (int, float) or not 0 < value < math.inf):
             raise ValueError(f"{name} must be a positive number, got {value!r}")
 

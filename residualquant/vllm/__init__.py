@@ -31,7 +31,7 @@ def register() -> None:
     """Make looped models known to vLLM; it calls this in each of its processes. Calling it again changes nothing.
 
     Raises:
-        ResidualQuantError: another vLLM than the one this was written for.
+        ResidualQuantError: another vLLM than the one this was written for, or no folder for metrics where one is set.
     """
     import vllm
 
@@ -40,6 +40,9 @@ def register() -> None:
             f"residualquant's plugin needs vLLM {VLLM_VERSION}, got {vllm.__version__}: install that version, "
             f"or set VLLM_PLUGINS to names that leave residualquant out"
         )
+    from residualquant.vllm.serve import check_metrics_folder
+
+    check_metrics_folder()
     from residualquant.vllm.plugin import register_all
 
     register_all()

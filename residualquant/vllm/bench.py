@@ -99,15 +99,18 @@ def run(path: Path, kind: str, family: str, compiled: bool) -> None:
     measure(config, architecture, points, keep, **options)
 
 
-def main(path: str, *words: str) -> None:
+def main(*arguments: str) -> None:
     """Both engines; each gets a process of its own, since vLLM does not give all memory back."""
-    family = "huginn" if "huginn" in words else "ouro"
-    kinds = [kind for kind in SETTINGS if kind in words]
+    path, words = arguments[:1], arguments[1:]
+    families, kinds = ([word for word in words if word in known] for known in (SHAPES, SETTINGS))
+    if not path or len(families) > 1 or len(kinds) > 1 or set(words) - {*families, *kinds, "compiled"}:
+        got = " ".join(arguments) or "nothing"
+        sys.exit(f"python -m residualquant.vllm.bench takes FILE [{'|'.join(SHAPES)}] [compiled], got {got}")
     if kinds:
-        run(Path(path), kinds[0], family, "compiled" in words)
+        run(Path(*path), kinds[0], *families or ["ouro"], "compiled" in words)
         return
     for kind in SETTINGS:
-        subprocess.run([sys.executable, "-m", "residualquant.vllm.bench", path, kind, *words], check=True)
+        subprocess.run([sys.executable, "-m", "residualquant.vllm.bench", *path, kind, *words], check=True)
 
 
 if __name__ == "__main__":

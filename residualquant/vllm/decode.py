@@ -15,7 +15,7 @@ import torch
 
 from residualquant.cache import RotationMap
 from residualquant.config import KVQuantConfig
-from residualquant.engine import Completion
+from residualquant.engine import Completion, check_request
 from residualquant.errors import ResidualQuantError
 from residualquant.models.base import LoopedModel
 from residualquant.vllm import VLLM_VERSION
@@ -79,10 +79,12 @@ def iter_decode(
         max_rows: most sequences decoded at once; 256 when None.
 
     Raises:
+        ValueError: what the torch engine refuses: no prompts, too long ones, numbers below 1.
         ResidualQuantError: the model is on another kind of device than vLLM runs on.
     """
     from tqdm.auto import tqdm
 
+    check_request(model, prompts, configs, max_new_tokens, max_rows)
     wanted = [[row for row in range(len(prompts)) if (c, row) not in skip] for c in range(len(configs))]
     longest = max(map(len, prompts)) + max_new_tokens
     with tqdm(total=sum(map(len, wanted)), desc=f"vLLM {model.name}", disable=not progress) as bar:

@@ -10,13 +10,25 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from residualquant.errors import ResidualQuantError
-from residualquant.models.loading import ARCHITECTURES, model_folder
+from residualquant.errors import ResidualQuantError, check_type
+from residualquant.models.huginn import HuginnConfig
+from residualquant.models.loading import config_file, kv_shape_of, model_folder
+from residualquant.models.ouro import OuroConfig
+from residualquant.rotation.artefact import Artefact
 from residualquant.vllm import VLLM_VERSION
-from residualquant.vllm.settings import MODELS, NAME, Settings, kv_shape
+from residualquant.vllm.settings import MODELS, NAME, Settings, looped_config
 
 ENVIRONMENT = {"VLLM_USE_V2_MODEL_RUNNER": "0"}
 METRICS_VARIABLE, METRICS_FOLDER = "PROMETHEUS_MULTIPROC_DIR", "residualquant-metrics-"
+OWN = ("--additional-config", "--model")  # of vLLM's options, given by ours
+REFUSED = {  # option of vLLM: the values with which the looped cache takes it
+    "--speculative-config": (), "-sc": (),
+    "--kv-transfer-config": (), "--kv-offloading-size": (), "--enable-dbo": (),
+    "--pipeline-parallel-size": ("1",), "-pp": ("1",),
+    "--decode-context-parallel-size": ("1",), "-dcp": ("1",),
+    "--prefill-context-parallel-size": ("1",), "-pcp": ("1",),
+    "--kv-cache-dtype": ("auto", "bfloat16", "float16"),
+}  # fmt: skip
 MAX_NUM_BATCHED_TOKENS = 2048  # staging holds K and V of that many tokens in every loop and layer
 
 
@@ -26,11 +38,18 @@ def environment() -> dict[str, str]:
     The folder is named after this process, which becomes vLLM's and removes it (:mod:`residualquant.vllm.metrics`).
     """
     if METRICS_VARIABLE in os.environ:
+        check_metrics_folder()
         return ENVIRONMENT
     return ENVIRONMENT | {METRICS_VARIABLE: tempfile.mkdtemp(prefix=f"{METRICS_FOLDER}{os.getpid()}-")}
 
 
-def serve_command(model: str, settings: Mapping[str, Any], extra: Sequence[str] = ()) -> list[str]:
+def check_metrics_folder() -> None:
+    """Raise ResidualQuantError if ``PROMETHEUS_MULTIPROC_DIR`` is set and names no folder, to which metrics go."""
+    if not Path(folder := os.environ.get(METRICS_VARIABLE, ".")).is_dir():
+        raise ResidualQuantError(f"{METRICS_VARIABLE} must name a folder that is there, got {folder!r}")
+
+
+def serve_command(model: str | Path, settings: Mapping[str, Any], extra: Sequence[str] = ()) -> list[str]:
     """The ``vllm serve`` command line for a model.
 
     Args:
@@ -39,28 +58,57 @@ def serve_command(model: str, settings: Mapping[str, Any], extra: Sequence[str] 
         extra: vLLM's own options; they come last, so they win.
 
     Raises:
-        ResidualQuantError: no such model, or one that is not looped.
-        ValueError: settings that cannot be served.
+        ResidualQuantError: no such model, one that is not looped, or no calibration in the folder of rotations.
+        ValueError: settings that cannot be served, or an option that the looped cache does not take.
     """
-    folder = model_folder(model)
-    values = check_served(folder)
-    Settings.read(settings, kv_shape(ARCHITECTURES[values["model_type"]][0].from_dict(values)))
+    if isinstance(extra, str):
+        raise ValueError(f"extra must be a sequence of options, got the text {extra!r}")
+    _check_extra(extra)
+    check_type("settings", settings, Mapping)
+    folder = model_folder(str(model))
+    rotations = Settings.read(settings, kv_shape_of(check_served(folder))).rotations
+    if rotations is not None:
+        Artefact.read(Path(rotations))
     return [
-        "vllm", "serve", str(folder),
-        "--served-model-name", model,
+        "vllm", "serve", f"./{folder}" if str(folder).startswith("-") else str(folder),
+        "--served-model-name", str(model),
         "--max-num-batched-tokens", str(MAX_NUM_BATCHED_TOKENS),
         "--additional-config", json.dumps({NAME: dict(settings)}),
         *extra,
     ]  # fmt: skip
 
 
-def check_served(folder: Path) -> dict[str, Any]:
-    """``config.json`` of a checkpoint; raises ResidualQuantError unless it is of a model that the plugin serves."""
-    values = json.loads((folder / "config.json").read_text())
-    architecture = (values.get("architectures") or ["a model without architectures"])[0]
-    if architecture not in MODELS:
-        raise ResidualQuantError(f"residualquant serves looped models ({', '.join(MODELS)}), got {architecture}")
-    return values
+def _check_extra(extra: Sequence[str]) -> None:
+    """Refuse vLLM's options that replace what is given here, or that the looped cache does not take.
+
+    (:func:`residualquant.vllm.settings.check_config` refuses the latter too, in the midst of vLLM's log.)
+    """
+    for index, option in enumerate(extra):
+        name, equals, value = option.partition("=")
+        name = name.partition(".")[0].replace("_", "-")
+        value = value if equals else "".join(extra[index + 1 : index + 2])
+        if name in OWN:
+            raise ValueError(f"{name} is set by the options of `residualquant serve` itself, got {option!r} for vLLM")
+        if value not in REFUSED.get(name, (value,)):
+            got = " ".join(extra[index : index + 2])
+            raise ValueError(
+                f"the looped cache does not take this option of vLLM (docs/serving.md, Refused): got {got}"
+            )
+
+
+def check_served(folder: Path) -> OuroConfig | HuginnConfig:
+    """What ``config.json`` of a checkpoint says.
+
+    Raises:
+        ResidualQuantError: it cannot be used, or it is not of a model that the plugin serves.
+    """
+    with config_file(folder) as values:
+        named = values.get("architectures")
+        if not isinstance(named, list) or not named or not all(isinstance(name, str) for name in named):
+            raise ValueError(f"architectures must be a list of names, got {named!r}")
+        if named[0] not in MODELS:
+            raise ResidualQuantError(f"residualquant serves looped models ({', '.join(MODELS)}), got {named[0]}")
+        return looped_config(values, named[0])
 
 
 def check_installed() -> None:

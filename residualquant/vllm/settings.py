@@ -9,8 +9,10 @@ Without the part, K and V are kept raw at the model's dtype.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from difflib import get_close_matches
 from functools import lru_cache
 from typing import Any
 
@@ -18,13 +20,20 @@ import torch
 
 from residualquant.cache import LayerRotations, RotationMap, loop_groups
 from residualquant.config import RAW_BITS, KVQuantConfig, preset
-from residualquant.errors import ResidualQuantError
+from residualquant.errors import ResidualQuantError, check_count, check_type
+from residualquant.layout import check_head_dim
 from residualquant.models.base import KVShape
-from residualquant.models.loading import model_folder, weights_hash
+from residualquant.models.huginn import HuginnConfig
+from residualquant.models.loading import ARCHITECTURES, config_of, model_folder, weights_hash
+from residualquant.models.ouro import OuroConfig
 from residualquant.rotation import Rotation
 from residualquant.rotation.calibration import CALIBRATED, load_rotations
+from residualquant.rotation.hadamard import HEAD_DIMS, hadamard_matrix
 
 NAME = "residualquant"
+RAW_LABEL = "BF16"
+OTHER_NAMES = ("preset", "loops", "rotations")
+NAMES = (*OTHER_NAMES, *(field.name for field in fields(KVQuantConfig)))
 MODELS = {
     "OuroForCausalLM": "residualquant.vllm.ouro:OuroForCausalLM",
     "RavenForCausalLM": "residualquant.vllm.huginn:RavenForCausalLM",
@@ -43,20 +52,18 @@ class Settings:
         """The settings that ``values``, the ``residualquant`` part, asks for; the raw cache when None.
 
         Raises:
-            ValueError: an unknown name, a value that the codec or the paged cache does not take, or a calibrated
-                rotation without its folder.
+            ValueError: an unknown name, values that contradict each other, one that the codec, the model or the paged
+                cache does not take, or a calibrated rotation without its folder.
         """
         if values is None:
             return cls(KVQuantConfig(bits=(RAW_BITS,) * shape.loops))
         if not isinstance(values, Mapping):
             raise ValueError(f'"{NAME}" must be an object such as {{"preset": "INT2/4 g=32"}}, got {values!r}')
-        fields = dict(values)
-        rotations, label = fields.pop("rotations", None), fields.pop("preset", None)
-        if label is None:
-            config = KVQuantConfig.from_dict(fields)
-        else:
-            config = preset(label, fields.pop("loops", min(4, shape.loops)), **fields)
+        if unknown := [name for name in values if name not in NAMES]:
+            raise ValueError(f"unknown name in a KV configuration: {', '.join(map(str, unknown))}")
+        config, rotations = _config(dict(values), shape), values.get("rotations")
         loop_groups(shape, config)
+        _check_head_dim(config, shape.head_dim)
         if config.layer_bits:
             raise ValueError(f"pages of all layers have one size, got layer_bits={config.layer_bits}")
         if config.sink_tokens or config.recent_tokens:
@@ -67,7 +74,39 @@ class Settings:
         if (config.rotation in CALIBRATED) != (rotations is not None):
             what = "needs the folder of its" if config.rotation in CALIBRATED else "takes no"
             raise ValueError(f'rotation="{config.rotation}" {what} "rotations", got {rotations!r}')
+        if rotations is not None:
+            check_type("rotations", rotations, str)
         return cls(config, rotations)
+
+
+def _config(values: dict[str, Any], shape: KVShape) -> KVQuantConfig:
+    """The configuration of a loop group that ``values`` ask for by a label, its own fields, or both."""
+    label, loops = values.get("preset"), values.get("loops")
+    if label is None and "bits" not in values:
+        raise ValueError(f'"{NAME}" must name a "preset" such as "INT2/4 g=32", or "bits", got {values!r}')
+    if "loops" in values:
+        check_count("loops", loops, most=shape.loops)
+    if "int2_clip" in values and type(values["int2_clip"]) not in (int, float):
+        raise ValueError(f"int2_clip must be a number, got {values['int2_clip']!r}")
+    changes = {name: value for name, value in values.items() if name not in OTHER_NAMES}
+    if label is None:
+        config = KVQuantConfig.from_dict(changes)
+    else:
+        check_type("preset", label, str)
+        config = preset(label, loops or min(4, shape.loops), **changes)
+        if label == RAW_LABEL and not config.is_off:
+            raise ValueError(f'preset "{label}" keeps K and V as they are, got bits={config.bits}')
+    if loops not in (None, config.loops):
+        raise ValueError(f"loops and bits must be of equally many loops, got loops={loops} and bits={config.bits}")
+    return config
+
+
+def _check_head_dim(config: KVQuantConfig, head_dim: int) -> None:
+    if config.is_off:
+        return
+    check_head_dim(config, head_dim)
+    if config.rotation == "hadamard" and head_dim not in HEAD_DIMS:
+        hadamard_matrix(head_dim)  # says so
 
 
 @dataclass(frozen=True)
@@ -129,6 +168,28 @@ def _part(vllm_config) -> Mapping[str, Any] | None:
     return extra.get(NAME) if isinstance(extra, Mapping) else None
 
 
+def _check_names(vllm_config) -> None:
+    """Refuse names beside the ``residualquant`` part that were meant for it: they would ask for nothing."""
+    extra = vllm_config.additional_config
+    if not isinstance(extra, Mapping):
+        return
+    for name in extra.keys() - {NAME}:
+        if name in NAMES or get_close_matches(re.sub(r"[^a-z]", "", str(name).lower()), [NAME], cutoff=0.8):
+            raise ValueError(f'settings are given as {{"{NAME}": {{"preset": "INT2/4 g=32"}}}}, got the name {name!r}')
+
+
+def looped_config(values: Mapping[str, Any], architecture: str) -> OuroConfig | HuginnConfig:
+    """The configuration of a looped model, from ``values`` of a ``config.json`` and the architecture it names.
+
+    Raises:
+        ValueError: values that no such model can have.
+    """
+    config = config_of(values)
+    if (own := ARCHITECTURES[config.model_type][2]) != architecture:
+        raise ValueError(f"model_type {config.model_type!r} is {own}'s, got the architecture {architecture}")
+    return config
+
+
 def check_config(vllm_config) -> None:
     """Refuse what cannot work, in the process where the user is, before anything is loaded.
 
@@ -144,10 +205,15 @@ def check_config(vllm_config) -> None:
         if _part(vllm_config) is not None:
             raise ResidualQuantError(f"residualquant serves looped models ({', '.join(MODELS)}), got {architecture}")
         return
+    try:
+        looped_config(vllm_config.model_config.hf_config.to_dict(), architecture)
+    except ValueError as error:
+        raise ResidualQuantError(f"the model's configuration cannot be used: {error}") from error
     for refused, reason in _refusals(vllm_config):
         if refused:
             raise ResidualQuantError(f"residualquant's looped cache {reason}")
     try:
+        _check_names(vllm_config)
         settings = settings_of(vllm_config)
         if settings.rotations is not None:
             heads = slice(0, kv_shape(vllm_config.model_config.hf_config).kv_heads)

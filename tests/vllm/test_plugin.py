@@ -28,6 +28,7 @@ from residualquant.vllm import register
 from residualquant.vllm import settings as vllm_settings
 from residualquant.vllm.attention import OP_NAME
 from residualquant.vllm.backend import LoopedKVManager, LoopedKVSpec
+from residualquant.vllm.decode import iter_decode
 from residualquant.vllm.paged import PackedPages, StepBatch
 from residualquant.vllm.settings import Settings, check_config, kv_shape, layer_rotations
 from residualquant.vllm.startup import TOLERANCE, check_paged, set_num_threads
@@ -89,6 +90,19 @@ def test_settings_take_a_label_or_the_fields_of_a_configuration():
         ({**PACKED, "rotation": "optr_h"}, 'rotation="optr_h" needs the folder of its "rotations", got None'),
         ({**PACKED, "rotations": "somewhere"}, 'rotation="hadamard" takes no "rotations"'),
         ("INT2/4 g=32", "must be an object"),
+        ({}, 'must name a "preset" such as "INT2/4 g=32", or "bits", got {}'),
+        ({"preset": None}, "must name a \"preset\" .* got {'preset': None}"),
+        ({"preset": ["INT2/4 g=32"]}, r"preset must be a str, got \['INT2/4 g=32'\]"),
+        ({**PACKED, "label": "x"}, "unknown name in a KV configuration: label"),
+        ({1: 2}, "unknown name in a KV configuration: 1"),
+        ({**PACKED, "loops": 2, "bits": [2, 2, 2, 4]}, r"got loops=2 and bits=\(2, 2, 2, 4\)"),
+        ({**PACKED, "loops": True}, "loops must be an integer, got True"),
+        ({**PACKED, "loops": 10**9}, "loops must be at most 4, got 1000000000"),
+        ({"preset": "BF16", "bits": [2, 2, 2, 4]}, r'preset "BF16" keeps K and V as they are, got bits=\(2, 2, 2, 4\)'),
+        ({**PACKED, "int2_clip": "0.9"}, "int2_clip must be a number, got '0.9'"),
+        ({**PACKED, "int2_clip": None}, "int2_clip must be a number, got None"),
+        ({**PACKED, "rotation": "optr_h", "rotations": 5}, "rotations must be a str, got 5"),
+        ({**PACKED, "rotation": "optr_h", "rotations": ["/x"]}, r"rotations must be a str, got \['/x'\]"),
     ],
 )
 def test_settings_that_cannot_be_served_name_the_value(tiny_ouro, settings, sentence):
@@ -98,7 +112,79 @@ def test_settings_that_cannot_be_served_name_the_value(tiny_ouro, settings, sent
         engine_config(tiny_ouro, settings)
 
 
+@pytest.mark.parametrize("extra", [PACKED, {"residual_quant": PACKED}, {"ResidualQuant": PACKED}])
+def test_settings_that_miss_their_place_are_refused(tiny_ouro, extra):
+    with pytest.raises(ResidualQuantError, match=r'given as {"residualquant": .*, got the name'):
+        EngineArgs(str(tiny_ouro), additional_config=extra, max_model_len=256).create_engine_config()
+    options = {"additional_config": {"of_another": 1}, "max_model_len": 256, "skip_tokenizer_init": True}
+    EngineArgs(str(tiny_ouro), **options).create_engine_config()
+
+
+def test_groups_that_do_not_divide_a_head_are_refused():
+    with pytest.raises(ValueError, match="head_dim 96 is not divisible by the group size 64 of loop 0"):
+        Settings.read({**PACKED, "group_size": 64}, KVShape(32, 4, 2, 96))
+
+
 # ----------------------------------------------------------------------------------------------------- refusals
+
+
+@pytest.fixture
+def odd(tiny_ouro, tmp_path):
+    """A function that writes the tiny model's config.json with changes, and gives its folder."""
+
+    def write(**changes):
+        values = json.loads((tiny_ouro / "config.json").read_text()) | changes
+        values = {name: value for name, value in values.items() if value != "left out"}
+        (tmp_path / "config.json").write_text(json.dumps(values))
+        return tmp_path
+
+    return write
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"total_ut_steps": "4"}, "total_ut_steps must be a positive integer, got '4'"),
+        ({"total_ut_steps": 0}, "total_ut_steps must be a positive integer, got 0"),
+        ({"total_ut_steps": 10**9}, "total_ut_steps must be at most 1024, got 1000000000"),
+        ({"num_attention_heads": 0}, "num_attention_heads must be a positive integer, got 0"),
+        ({"num_key_value_heads": 0}, "num_key_value_heads must be a positive integer, got 0"),
+        ({"num_key_value_heads": 3}, "multiple of num_key_value_heads, got 4 and 3"),
+        ({"num_key_value_heads": "left out"}, "multiple of num_key_value_heads, got 4 and 16"),
+        ({"head_dim": "64"}, "head_dim must be a positive integer, got '64'"),
+        ({"model_type": "huginn_raven"}, "is RavenForCausalLM's, got the architecture OuroForCausalLM"),
+    ],
+)
+@pytest.mark.parametrize("settings", [None, PACKED])
+def test_an_odd_checkpoint_is_refused_in_one_sentence(odd, settings, changes, sentence):
+    with pytest.raises(ResidualQuantError, match=f"cannot be used: .*{sentence}") as caught:
+        engine_config(odd(**changes), settings)
+    assert "\n" not in str(caught.value)
+
+
+def test_overrides_of_a_checkpoint_are_checked_too(tiny_ouro):
+    with pytest.raises(ResidualQuantError, match="total_ut_steps must be a positive integer, got 0"):
+        engine_config(tiny_ouro, PACKED, hf_overrides={"total_ut_steps": 0})
+
+
+def test_what_a_checkpoint_leaves_out_has_its_default(odd):
+    config = engine_config(odd(num_hidden_layers="left out", total_ut_steps=None, head_dim="left out"), PACKED)
+    assert kv_shape(config.model_config.hf_config) == KVShape(4, 24, 2, 64)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "options", "sentence"),
+    [
+        ([], {}, "at least one prompt and one configuration are needed, got 0 and 1"),
+        ([[1] * 250], {}, "exceed the model's 256 positions"),
+        ([[1, 320]], {}, "prompt 0 holds token 320"),
+        ([[1]], {"max_rows": -1}, "max_rows must be at least 1, got -1"),
+    ],
+)
+def test_prompts_that_cannot_be_decoded_are_refused_before_an_engine_starts(tiny_ouro, prompts, options, sentence):
+    model = load_model(tiny_ouro, "cpu")
+    with pytest.raises(ValueError, match=sentence):
+        next(iter_decode(model, prompts, [preset("INT2/4 g=32")], 8, {0}, **options))
 
 
 @pytest.mark.parametrize(
