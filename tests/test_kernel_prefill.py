@@ -54,7 +54,7 @@ def problem(layout, heads, repeat, past, new, dtype, seed=0):
 
 
 def check(layout, heads, repeat, past, new, dtype, loops=None, out_dtype=None):
-    """The relative L2 error of every query and head is below 2e-3; 4e-3 of BF16 states, as weights are then BF16 too."""
+    """The relative L2 error of every query and head is below 2e-3; 4e-3 of BF16 states, whose weights are BF16 too."""
     q, k, v, pages, table, start, lens, turn = problem(layout, heads, repeat, past, new, dtype)
     for loop in loops or range(layout.config.loops):
         out = torch.full_like(q, torch.nan, dtype=out_dtype)
