@@ -53,6 +53,8 @@ $(READY): requirements.lock pyproject.toml
 	$(call install_package,$(ENV))
 
 test: $(READY)  ## All tests, on two processes (ARGS="-k affine" picks some)
+	@$(PY) -c "import triton" 2>/dev/null || $(PY) -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) triton==3.6.0 || \
+	  echo "There is no Triton for this machine, whose interpreter runs the kernels: their tests are skipped."
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 $(ARGS)
 
 # Without dependencies: the wheel of vLLM for CPUs names a CPU-only torch, and torch's own wheel of that version serves.
@@ -129,7 +131,7 @@ train: $(READY)  ## Train the minis as the shipped ones were, into data/runs/tra
 		$(HUGINN) --max-seconds 225 --recurrences 10 16 --level-weights 1 2 3 3 2 2 --batch 128 --tokens 400 \
 		--learning-rate 1.5e-3 --seed 1
 
-bench-cpu: $(READY)  ## Encode and decode throughput and peak memory on this CPU
+bench-cpu: $(READY)  ## Encode and decode throughput and peak memory on this CPU, into data/bench/cpu.csv
 	$(PY) -m residualquant.bench.cpu
 
 bench-runs: $(READY)  ## Time, memory and disk of smoke, tables, figures, report and calibration (ARGS=smoke: that one)

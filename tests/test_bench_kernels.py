@@ -5,6 +5,8 @@ import dataclasses
 import pytest
 import torch
 
+pytest.importorskip("triton")
+
 from residualquant.bench import kernels as bench
 from residualquant.errors import ResidualQuantError
 

@@ -123,7 +123,7 @@ class Profile:
         if lacks := [lack for lack in lacks if lack]:
             raise ResidualQuantError(
                 f"profile {self.name!r} cannot run here, it lacks: {'; '.join(lacks)} "
-                f"(`make tables PROFILE={self.name}` reads committed records instead)"
+                f"(`make tables PROFILE={self.name}` reads records that are there)"
             )
 
 

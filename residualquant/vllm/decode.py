@@ -19,7 +19,7 @@ from residualquant.engine import Completion, check_request
 from residualquant.errors import ResidualQuantError
 from residualquant.models.base import LoopedModel
 from residualquant.vllm import VLLM_VERSION
-from residualquant.vllm.serve import ENVIRONMENT, MAX_NUM_BATCHED_TOKENS, check_installed, check_served
+from residualquant.vllm.serve import MAX_NUM_BATCHED_TOKENS, check_installed, check_served, variables
 from residualquant.vllm.settings import NAME, Settings
 
 MAX_ROWS = 256
@@ -114,7 +114,7 @@ def _settings(model: LoopedModel, config: KVQuantConfig, rotations: RotationMap 
 
 def _start(model: LoopedModel, values: dict, longest: int, max_rows: int):
     """A vLLM engine for one configuration."""
-    os.environ.update(ENVIRONMENT)
+    os.environ.update(variables())
     os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")  # a fork of a process with threads may hang
     from vllm import EngineArgs
     from vllm.platforms import current_platform
