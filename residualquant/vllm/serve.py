@@ -18,10 +18,7 @@ from residualquant.rotation.artefact import Artefact
 from residualquant.vllm import VLLM_VERSION
 from residualquant.vllm.settings import MODELS, NAME, Settings, looped_config
 
-ENVIRONMENT = {
-    "VLLM_USE_V2_MODEL_RUNNER": "0",
-    "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB, on a CPU, where vLLM would take nine tenths of the memory
-}
+CPU_CACHE, CPU_GIB = "VLLM_CPU_KVCACHE_SPACE", "1"  # vLLM by itself would take nine tenths of the memory
 METRICS_VARIABLE, METRICS_FOLDER = "PROMETHEUS_MULTIPROC_DIR", "residualquant-metrics-"
 OWN = ("--additional-config", "--model")  # of vLLM's options, given by ours
 REFUSED = {  # option of vLLM: the values with which the looped cache takes it
@@ -36,8 +33,8 @@ MAX_NUM_BATCHED_TOKENS = 2048  # staging holds K and V of that many tokens in ev
 
 
 def variables() -> dict[str, str]:
-    """``ENVIRONMENT``, but the size of a CPU's cache as it is set already."""
-    return {name: os.environ.get(name, value) if "CPU" in name else value for name, value in ENVIRONMENT.items()}
+    """What vLLM needs to be told, and how large a CPU's cache is, unless that is set already."""
+    return {"VLLM_USE_V2_MODEL_RUNNER": "0", CPU_CACHE: os.environ.get(CPU_CACHE, CPU_GIB)}
 
 
 def environment() -> dict[str, str]:
