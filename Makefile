@@ -52,7 +52,7 @@ $(READY): requirements.lock pyproject.toml
 	$(PY) -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -r requirements.lock
 	$(call install_package,$(ENV))
 
-test: $(READY)  ## All tests, on two processes (ARGS="-k affine" picks some)
+test: $(READY)  ## All tests but the vLLM plugin's, on two processes (ARGS="-k affine" picks some)
 	@$(PY) -c "import triton" 2>/dev/null || $(PY) -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) triton==3.6.0 || \
 	  echo "There is no Triton for this machine, whose interpreter runs the kernels: their tests are skipped."
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 $(ARGS)

@@ -389,13 +389,13 @@ def _serve_command(extra: Sequence[str]) -> Callable[..., None]:
 
     @wraps(serve)
     def command(model, config, kv, rotations, only_print):
-        from residualquant.vllm.serve import check_installed, environment, serve_command, variables
+        from residualquant.vllm.serve import ENVIRONMENT, check_installed, environment, serve_command
 
         if kv.layer_bits is not None:
             raise ValueError(f"layer-bits cannot be served, pages of all layers have one size: got {kv.layer_bits}")
         settings = {"preset": config, **kv.given} | ({"rotations": str(rotations)} if rotations else {})
         line = serve_command(model, settings, extra)
-        print(shlex.join([*(f"{k}={v}" for k, v in variables().items()), *line]), flush=True)
+        print(shlex.join([*(f"{k}={v}" for k, v in ENVIRONMENT.items()), *line]), flush=True)
         if not only_print:
             check_installed()
             program = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model"]

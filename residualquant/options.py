@@ -22,7 +22,7 @@ LayerBits = Annotated[
     tuple[str, ...] | None,
     tyro.conf.arg(help="Bits of each loop for single layers (from 1), such as 1:16,16,16,16 2:4,4,4,4."),
 ]
-MOST_LOOPS = 128  # of a loop group; a configuration lists every one of them
+MOST_GROUP_LOOPS = 128  # a configuration lists every one of them
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class KVOptions:
         if model_layers is not None and most > model_layers:
             raise ValueError(f"layer-bits must name layers from 1 to {model_layers}, got {most}")
         loops = min(4, model_loops) if self.loops is None else self.loops
-        check_count("loops", loops, most=MOST_LOOPS)
+        check_count("loops", loops, most=MOST_GROUP_LOOPS)
         if None not in (self.loops, self.bits) and len(self.bits) != loops:
             raise ValueError(f"bits must be of as many loops as --loops, got {self.bits} and {loops}")
         layers = Counter(layer for layer, _ in changes.get("layer_bits", ()))

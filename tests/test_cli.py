@@ -87,7 +87,7 @@ def test_bits_lists_every_label_when_none_is_given(capsys):
         (("tables", "--profile", "mni"), "unknown profile 'mni'; known: smoke, mini, full, paper"),
         (("reproduce", "--profile", "paper"), "'paper' cannot run here, it lacks:"),
         (("figures", "--only", "figure99"), "no figure 'figure99'"),
-        (("tables", "--profile", "paper", "--only", "table2"), "no cell of table2 is measured; `make reproduce"),
+        (("tables", "--profile", "paper", "--only", "table2"), "no cell of table2 is measured; nothing in this"),
         (("eval", "--task", "words", "--model", "nobody"), "no model 'nobody'"),
         (("eval", "--task", "words", "--n", "0"), "n must be at least 1, got 0"),
         (("inspect", "--task", "wrods"), "unknown task 'wrods'; known: words"),

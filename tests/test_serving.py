@@ -271,15 +271,6 @@ def test_the_command_is_of_texts_and_names_no_option_that_is_a_folder(checkpoint
         serve_command("./-odd", {"preset": "BF16"}, "--port")
 
 
-@pytest.mark.parametrize(("given", "size"), [(None, "1"), ("3", "3")])
-def test_a_cpu_gets_a_small_cache_unless_one_is_asked_for(given, size, monkeypatch, capsys):
-    monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE", raising=False)
-    if given:
-        monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", given)
-    cli.main(["serve", OURO, "--only-print"])
-    assert f" VLLM_CPU_KVCACHE_SPACE={size} vllm serve " in capsys.readouterr().out
-
-
 def test_a_folder_of_metrics_that_is_not_there(monkeypatch):
     monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", "/nowhere")
     with pytest.raises(ResidualQuantError, match=r"PROMETHEUS_MULTIPROC_DIR must name a folder .* got '/nowhere'"):

@@ -152,7 +152,7 @@ def rebuild(
 @triton.jit
 def earlier_means(means, head, CHAIN: tl.constexpr, D: tl.constexpr, W: tl.constexpr, dtype: tl.constexpr):
     """What :func:`rebuild` takes of ``means`` [loops, heads, D] or none: those of each loop but the last, [W] of dtype
-    in ``octet_order``; to be loaded before a loop that stores, out of which the compiler cannot take loads."""
+    in ``octet_order``; to be loaded once for all tiles."""
     found = ()
     if means is not None:
         channel = octet_order(tl.arange(0, W))

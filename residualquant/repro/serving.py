@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     from residualquant.repro.plots import Picture
 
 START_SECONDS = 600
-CPU_OPTIONS = ("--enforce-eager",)  # and this: compiling for a CPU takes minutes
-CPU_ENVIRONMENT = {"TORCH_COMPILE_DISABLE": "1"}
+CPU_OPTIONS = ("--enforce-eager",)  # and these: compiling for a CPU takes minutes, and a gigabyte holds enough
+CPU_ENVIRONMENT = {"TORCH_COMPILE_DISABLE": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
 HOW_TO = (
     "vLLM is not installed here, so no server is started: `make setup-vllm` installs it beside this environment "
     "(CPU; a GPU machine: pip install '/path/to/this/clone[vllm]'), then run this notebook again."

@@ -19,11 +19,12 @@ from residualquant.engine import Completion, check_request
 from residualquant.errors import ResidualQuantError
 from residualquant.models.base import LoopedModel
 from residualquant.vllm import VLLM_VERSION
-from residualquant.vllm.serve import MAX_NUM_BATCHED_TOKENS, check_installed, check_served, variables
+from residualquant.vllm.serve import ENVIRONMENT, MAX_NUM_BATCHED_TOKENS, check_installed, check_served
 from residualquant.vllm.settings import NAME, Settings
 
 MAX_ROWS = 256
 MEMORY_FRACTION = 0.9  # of the GPU memory that is free
+CPU_CACHE_BYTES = 2**30  # unless VLLM_CPU_KVCACHE_SPACE is set; vLLM would take nine tenths of the machine
 
 
 def identity() -> dict:
@@ -114,7 +115,7 @@ def _settings(model: LoopedModel, config: KVQuantConfig, rotations: RotationMap 
 
 def _start(model: LoopedModel, values: dict, longest: int, max_rows: int):
     """A vLLM engine for one configuration."""
-    os.environ.update(variables())
+    os.environ.update(ENVIRONMENT)
     os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")  # a fork of a process with threads may hang
     from vllm import EngineArgs
     from vllm.platforms import current_platform
@@ -123,10 +124,10 @@ def _start(model: LoopedModel, values: dict, longest: int, max_rows: int):
     device = model.device.type
     if current_platform.device_type != device:
         raise ResidualQuantError(f"vLLM runs on {current_platform.device_type} here, the model is on {device}")
-    memory = {}
+    memory = {"kv_cache_memory_bytes": CPU_CACHE_BYTES}
     if device == "cuda":
         free, total = torch.cuda.mem_get_info(model.device)
-        memory["gpu_memory_utilization"] = MEMORY_FRACTION * free / total
+        memory = {"gpu_memory_utilization": MEMORY_FRACTION * free / total}
     return LLMEngine.from_engine_args(
         EngineArgs(
             model=str(model.folder),

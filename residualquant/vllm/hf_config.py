@@ -29,7 +29,7 @@ class OuroHFConfig(PretrainedConfig):
         own = vars(_checked(self.model_type, values))
         vars(self).update(own)
         self.hidden_act = hidden_act
-        others = {name: value for name, value in values.items() if name not in own}
+        others = {name: value for name, value in values.items() if name not in own and value is not None}
         others.setdefault("rope_parameters", {"rope_type": "default", "rope_theta": self.rope_theta})
         super().__init__(tie_word_embeddings=tie_word_embeddings, **others)
 

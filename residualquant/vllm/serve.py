@@ -18,7 +18,7 @@ from residualquant.rotation.artefact import Artefact
 from residualquant.vllm import VLLM_VERSION
 from residualquant.vllm.settings import MODELS, NAME, Settings, looped_config
 
-CPU_CACHE, CPU_GIB = "VLLM_CPU_KVCACHE_SPACE", "1"  # vLLM by itself would take nine tenths of the memory
+ENVIRONMENT = {"VLLM_USE_V2_MODEL_RUNNER": "0"}
 METRICS_VARIABLE, METRICS_FOLDER = "PROMETHEUS_MULTIPROC_DIR", "residualquant-metrics-"
 OWN = ("--additional-config", "--model")  # of vLLM's options, given by ours
 REFUSED = {  # option of vLLM: the values with which the looped cache takes it
@@ -32,20 +32,15 @@ REFUSED = {  # option of vLLM: the values with which the looped cache takes it
 MAX_NUM_BATCHED_TOKENS = 2048  # staging holds K and V of that many tokens in every loop and layer
 
 
-def variables() -> dict[str, str]:
-    """What vLLM needs to be told, and how large a CPU's cache is, unless that is set already."""
-    return {"VLLM_USE_V2_MODEL_RUNNER": "0", CPU_CACHE: os.environ.get(CPU_CACHE, CPU_GIB)}
-
-
 def environment() -> dict[str, str]:
-    """The variables that `residualquant serve` sets: :func:`variables` and a new folder where vLLM's processes meet.
+    """The variables that `residualquant serve` sets: ``ENVIRONMENT`` and a new folder where vLLM's processes meet.
 
     The folder is named after this process, which becomes vLLM's and removes it (:mod:`residualquant.vllm.metrics`).
     """
     if METRICS_VARIABLE in os.environ:
         check_metrics_folder()
-        return variables()
-    return variables() | {METRICS_VARIABLE: tempfile.mkdtemp(prefix=f"{METRICS_FOLDER}{os.getpid()}-")}
+        return ENVIRONMENT
+    return ENVIRONMENT | {METRICS_VARIABLE: tempfile.mkdtemp(prefix=f"{METRICS_FOLDER}{os.getpid()}-")}
 
 
 def check_metrics_folder() -> None:
