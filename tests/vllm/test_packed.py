@@ -1,5 +1,7 @@
 """The packed cache in the engine against the package's own cache and decoder, on a shipped model."""
 
+import random
+
 import pytest
 import torch
 from asking import greedy, run, tokens_of
@@ -13,6 +15,7 @@ from residualquant.engine import iter_decode
 from residualquant.evals.tasks import problems
 from residualquant.models import load_model
 from residualquant.models.loading import model_folder
+from residualquant.rotation.calibration import calibrate
 from residualquant.vllm.attention import LoopedAttention
 from residualquant.vllm.ouro import OuroForCausalLM
 
@@ -77,25 +80,46 @@ def test_a_prefix_hit_reads_the_packed_past(engine, reference, prompts):
     assert tokens_of([output]) == [continuation(reference, prompt, [hit, len(prompt) - hit])]
 
 
-def test_attention_of_every_step_is_the_reference(engine, prompts, monkeypatch):
-    seen, attend = [], LoopedAttention.attend
+@pytest.fixture
+def seen(monkeypatch):
+    """(loop, layer, q, k, v, output) of every call of attention."""
+    calls, attend = [], LoopedAttention.attend
 
     def record(self, loop, q, k, v, batch, out):
         attend(self, loop, q, k, v, batch, out)
         layer = int(self.layer_name.split(".")[2])
-        seen.append((loop, layer, *(x.clone() for x in (q, k, v, out))))
+        calls.append((loop, layer, *(x.clone() for x in (q, k, v, out))))
 
     monkeypatch.setattr(LoopedAttention, "attend", record)
-    (prompt,) = prompts[:1]
-    run(engine, [prompt], GREEDY)
-    shape = load_model(MODEL, device="cpu").kv_shape
-    assert len(seen) == shape.loops * shape.layers * NEW_TOKENS
-    expected = PackedAttention(PackedCache(shape, CONFIG))
-    worst = max(
+    return calls
+
+
+def worst_difference(seen, cache):
+    """Between the calls of one request and attention over ``cache``."""
+    expected = PackedAttention(cache)
+    return max(
         (expected(loop, layer, q[None], k[None], v[None])[0] - out).abs().max().item()
         for loop, layer, q, k, v, out in seen
     )
-    assert worst < 1e-3
+
+
+def test_attention_of_every_step_is_the_reference(engine, prompts, seen):
+    run(engine, prompts[:1], GREEDY)
+    shape = load_model(MODEL, device="cpu").kv_shape
+    assert len(seen) == shape.loops * shape.layers * NEW_TOKENS
+    assert worst_difference(seen, PackedCache(shape, CONFIG)) < 1e-3
+
+
+def test_attention_of_every_step_with_calibrated_rotations(start_engine, tiny_ouro, seen, tmp_path):
+    model, config = load_model(tiny_ouro, device="cpu", dtype=torch.float32), preset("INT2/4 g=32", rotation="optr_h")
+    texts = [[random.Random(seed).choices(range(320), k=64) for seed in range(first, first + 4)] for first in (0, 9)]
+    rotations = calibrate(model, {tmp_path: config}, *texts, progress=False)[tmp_path]
+    settings = {"preset": "INT2/4 g=32", "rotation": "optr_h", "rotations": str(tmp_path)}
+    engine = start_engine(tiny_ouro, additional_config={"residualquant": settings}, max_num_batched_tokens=64)
+    run(engine, [random.Random(0).choices(range(320), k=100)], greedy(8))  # the prompt goes in two pieces
+    assert len(seen) == model.kv_shape.loops * model.kv_shape.layers * 9
+    assert worst_difference(seen, PackedCache(model.kv_shape, config, rotations)) < 1e-3
+    assert worst_difference(seen, PackedCache(model.kv_shape, CONFIG)) > 0.1
 
 
 def test_given_the_same_past_every_step_is_the_torch_engines(engine, reference, prompts, monkeypatch):

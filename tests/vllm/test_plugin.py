@@ -252,6 +252,8 @@ def test_a_model_that_is_not_looped_is_refused(plain_llama, capsys):
     with pytest.raises(SystemExit):
         cli.main(["serve", str(plain_llama), "--only-print"])
     assert "got LlamaForCausalLM" in capsys.readouterr().err
+    with pytest.raises(Exception, match=r"serves looped models .* got LlamaForCausalLM"):
+        engine_config(plain_llama, PACKED)
 
 
 def test_both_families_are_served(capsys):

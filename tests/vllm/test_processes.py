@@ -1,7 +1,11 @@
-"""Engines that need processes of their own, against the package's decoder: heads split over two, and compiled."""
+"""Engines that need processes of their own: heads split over two, and compiled.
+
+Packed they are compared with the package's decoder, off with vLLM's own Ouro.
+"""
 
 import json
 import os
+import random
 import subprocess
 import sys
 
@@ -18,28 +22,70 @@ MODEL = "mini-ouro-maths"
 NEW_TOKENS = 16
 PROGRAM = """
 import json, sys
-from vllm import LLM, SamplingParams
+from vllm import LLM, ModelRegistry, SamplingParams
 
 if __name__ == "__main__":
     options, prompts, new_tokens = json.load(sys.stdin)
+    ModelRegistry.register_model("StockOuroForCausalLM", "vllm.model_executor.models.ouro:OuroForCausalLM")
     engine = LLM(**options)
-    params = SamplingParams(max_tokens=new_tokens, temperature=0, ignore_eos=True)
-    outputs = engine.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
-    print("TOKENS", json.dumps([list(o.outputs[0].token_ids) for o in outputs]))
+    params = SamplingParams(max_tokens=new_tokens, temperature=0, ignore_eos=True, logprobs=0)
+    answers = engine.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
+    outputs = [answer.outputs[0] for answer in answers]
+    tokens = [list(o.token_ids) for o in outputs]
+    chosen = [[step[t].logprob for step, t in zip(o.logprobs, o.token_ids)] for o in outputs]
+    print("ANSWERS", json.dumps([tokens, chosen]))
 """
+STOCK = {"hf_overrides": {"architectures": ["StockOuroForCausalLM"]}, "enable_prefix_caching": False}
 TWO_PROCESSES = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp", "enforce_eager": True}
 ALL_PROCESSES = {"TORCH_COMPILE_DISABLE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+COMPILED = {"TORCH_COMPILE_DISABLE": "0"}, "DYNAMO_TRACE_ONCE"
+
+
+@pytest.fixture
+def ask(tmp_path):
+    """Tokens and log-probabilities of a program of its own, which must have said something."""
+    (tmp_path / "program.py").write_text(PROGRAM)
+
+    def ask(options, prompts, new_tokens, environment, said=""):
+        done = subprocess.run(
+            [sys.executable, tmp_path / "program.py"], input=json.dumps([options, prompts, new_tokens]),
+            env=os.environ | environment, capture_output=True, text=True, timeout=540,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr[-4000:]
+        assert said in done.stdout + done.stderr
+        (line,) = (line for line in done.stdout.splitlines() if line.startswith("ANSWERS "))
+        return json.loads(line.removeprefix("ANSWERS "))
+
+    return ask
 
 
 @pytest.mark.parametrize(
     ("options", "environment", "said"),
     [
-        (TWO_PROCESSES, ALL_PROCESSES, "KV of one token takes 1,584 bytes"),
-        ({}, {"TORCH_COMPILE_DISABLE": "0"}, "DYNAMO_TRACE_ONCE"),
+        ({"enforce_eager": True}, ALL_PROCESSES, "KV of one token takes"),
+        (TWO_PROCESSES, ALL_PROCESSES, "KV of one token takes"),
+        ({}, *COMPILED),
     ],
+    ids=["an engine process", "two workers", "compiled"],
+)
+def test_off_is_vllms_own_ouro(tiny_ouro, ask, options, environment, said):
+    prompts = [random.Random(n).choices(range(320), k=n) for n in (1, 16, 17, 65, 100)]
+    defaults = {
+        "model": str(tiny_ouro), "dtype": "float32", "skip_tokenizer_init": True, "max_model_len": 256,
+        "max_num_seqs": 8, "block_size": 16,
+    }  # fmt: skip
+    ours = ask(defaults | {"max_num_batched_tokens": 64} | options, prompts, 10, environment, said)
+    stock = ask(defaults | STOCK | {"enforce_eager": True}, prompts, 10, {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"})
+    assert ours[0] == stock[0]
+    assert torch.allclose(*(torch.tensor(chosen) for _, chosen in (ours, stock)), rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("options", "environment", "said"),
+    [(TWO_PROCESSES, ALL_PROCESSES, "KV of one token takes 1,584 bytes"), ({}, *COMPILED)],
     ids=["two processes", "compiled"],
 )
-def test_tokens_are_those_of_the_torch_engine(tmp_path, options, environment, said):
+def test_tokens_are_those_of_the_torch_engine(ask, options, environment, said):
     model = load_model(MODEL, device="cpu", dtype=torch.float32)
     prompts = [model.tokenizer.encode(p.prompt).ids for p in problems("algebra", 3)]
     defaults = {
@@ -47,15 +93,8 @@ def test_tokens_are_those_of_the_torch_engine(tmp_path, options, environment, sa
         "max_num_seqs": 4, "max_num_batched_tokens": 512, "block_size": 16,
         "additional_config": {"residualquant": {"preset": "INT2/4 g=32", "rotation": "hadamard"}},
     }  # fmt: skip
-    (tmp_path / "program.py").write_text(PROGRAM)
-    done = subprocess.run(
-        [sys.executable, tmp_path / "program.py"], input=json.dumps([defaults | options, prompts, NEW_TOKENS]),
-        env=os.environ | environment, capture_output=True, text=True, timeout=540,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-4000:]
-    assert said in done.stdout + done.stderr
-    (line,) = (line for line in done.stdout.splitlines() if line.startswith("TOKENS "))
+    tokens, _ = ask(defaults | options, prompts, NEW_TOKENS, environment, said)
     config = preset("INT2/4 g=32", rotation="hadamard")
     decoded = iter_decode(model, prompts, [config], NEW_TOKENS, set(), progress=False)
     expected = {one.prompt_index: one.tokens for one in decoded}
-    assert json.loads(line.removeprefix("TOKENS ")) == [expected[n] for n in range(len(prompts))]
+    assert tokens == [expected[n] for n in range(len(prompts))]
