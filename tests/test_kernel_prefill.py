@@ -70,6 +70,7 @@ CASES = {  # layout, KV heads, query heads per KV head, past, present
     "next, chained": (PageLayout(KVQuantConfig(bits=(2, 3, 4), reference="next"), 64), 1, 2, [5], [2]),
     "direct, g=16": (PageLayout(KVQuantConfig(bits=(1, 8), group_size=16, reference="direct"), 64), 2, 3, [5], [4]),
     "unit, 0 bits": (PageLayout(KVQuantConfig(bits=(0, 2, 4), coefficient="unit"), 96), 1, 1, [3], [1]),
+    "first, g=64": (PageLayout(KVQuantConfig((4, 2), group_size=64, reference="first"), 128), 1, 1, [15, 16], [1, 3]),
     "D = 256": (PageLayout(preset("INT2/4 g=32", loops=2, rotation="optr_h"), 256), 1, 2, [37], [40]),
 }
 

@@ -12,15 +12,18 @@ from residualquant.attention import PackedAttention
 from residualquant.cache import PackedCache
 from residualquant.config import preset
 from residualquant.engine import iter_decode
+from residualquant.errors import ResidualQuantError
 from residualquant.evals.tasks import problems
 from residualquant.models import load_model
 from residualquant.models.loading import model_folder
 from residualquant.rotation.calibration import calibrate
 from residualquant.vllm.attention import LoopedAttention
 from residualquant.vllm.ouro import OuroForCausalLM
+from residualquant.vllm.paged import PackedPages
 
 MODEL = "mini-ouro-maths"
 CONFIG = preset("INT2/4 g=32", rotation="hadamard")
+SETTINGS = {"residualquant": {"preset": "INT2/4 g=32", "rotation": "hadamard"}}
 NEW_TOKENS = 24
 GREEDY = greedy(NEW_TOKENS)
 BUDGET = 512
@@ -38,9 +41,8 @@ def prompts(reference):
 
 @pytest.fixture(scope="module")
 def engine(start_engine):
-    settings = {"residualquant": {"preset": "INT2/4 g=32", "rotation": "hadamard"}}
     return start_engine(
-        model_folder(MODEL), additional_config=settings, max_model_len=BUDGET, max_num_batched_tokens=BUDGET
+        model_folder(MODEL), additional_config=SETTINGS, max_model_len=BUDGET, max_num_batched_tokens=BUDGET
     )
 
 
@@ -69,6 +71,13 @@ def test_tokens_are_those_of_the_torch_engine(engine, reference, prompts):
     decoded = iter_decode(reference, prompts, [CONFIG], NEW_TOKENS, set(), progress=False)
     expected = {done.prompt_index: done.tokens for done in decoded}
     assert tokens_of(outputs) == [expected[n] for n in range(len(prompts))]
+
+
+def test_an_engine_whose_packed_path_is_wrong_does_not_start(start_engine, tiny_ouro, monkeypatch):
+    write = PackedPages.write
+    monkeypatch.setattr(PackedPages, "write", lambda self, pages, slots, k, v: write(self, pages, slots, v, k))
+    with pytest.raises(ResidualQuantError, match="differs from the reference"):
+        start_engine(tiny_ouro, additional_config=SETTINGS, max_num_batched_tokens=64)
 
 
 def test_a_prefix_hit_reads_the_packed_past(engine, reference, prompts):

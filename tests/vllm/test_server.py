@@ -90,9 +90,11 @@ def test_streaming_gives_the_same_in_pieces(server, expected):
 
 
 def test_a_chat_by_a_template(server, expected):
-    messages = [{"role": "user", "content": PROMPT}]
-    answer = server.client.chat.completions.create(model=MODEL, messages=messages, temperature=0, max_tokens=LENGTH)
+    asked = dict(model=MODEL, messages=[{"role": "user", "content": PROMPT}], temperature=0, max_tokens=LENGTH)
+    answer = server.client.chat.completions.create(**asked)
     assert answer.choices[0].message.content == expected
+    pieces = [chunk.choices[0].delta.content for chunk in server.client.chat.completions.create(**asked, stream=True)]
+    assert len(pieces) > 3 and "".join(filter(None, pieces)) == expected
 
 
 @pytest.mark.parametrize("stream", [False, True])
