@@ -1,14 +1,16 @@
 """Libraries of the CUDA kernels: built ahead or on first use, and what is said where there is none."""
 
 import subprocess
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 pytest.importorskip("triton")
 
 from residualquant import preset
 from residualquant.errors import ResidualQuantError
-from residualquant.kernels import build
+from residualquant.kernels import build, decode_attention
 from residualquant.kernels.build import variant_for
 from residualquant.layout import PageLayout
 
@@ -70,4 +72,17 @@ def test_the_slower_way_is_told_once_per_operation_and_reason():
     texts = [str(warning.message) for warning in told]
     assert len(texts) == 4 == len(set(texts))
     assert texts[0] == "the writer runs by Triton, which is slower: no nvcc"
+    build.warn_of_triton.cache_clear()
+
+
+def test_a_decode_kernel_that_falls_back_on_a_gpu_says_why_once(monkeypatch):
+    q = SimpleNamespace(device=torch.device("cuda"), dtype=torch.bfloat16, shape=(1, 2, 64))
+    past = SimpleNamespace(layout=None, pages=torch.zeros(1, 2, 16))
+    monkeypatch.setattr(decode_attention, "_library", lambda *_: "no nvcc here")
+    build.warn_of_triton.cache_clear()
+    with pytest.warns(UserWarning, match="decode attention runs by Triton, which is slower: no nvcc here") as told:
+        assert [decode_attention._choose(None, q, past, 0)[0] for _ in range(2)] == ["triton"] * 2
+    assert len(told) == 1
+    with pytest.raises(ResidualQuantError, match="the CUDA decode kernel cannot be used: no nvcc here"):
+        decode_attention._choose("cuda", q, past, 0)
     build.warn_of_triton.cache_clear()

@@ -9,7 +9,6 @@ import re
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,7 +17,6 @@ from residualquant import encode
 from residualquant.attention import attend_past_and_step
 from residualquant.config import KVQuantConfig, preset
 from residualquant.errors import ResidualQuantError
-from residualquant.kernels import decode_attention as decode_module
 from residualquant.kernels.build import (
     compile_variant,
     compiler,
@@ -26,7 +24,6 @@ from residualquant.kernels.build import (
     paper_variants,
     start,
     variant_for,
-    warn_of_triton,
 )
 from residualquant.kernels.checks import check_tensors
 from residualquant.kernels.decode_attention import (
@@ -140,19 +137,6 @@ def test_prefills_reference_is_decodes_for_one_token_a_sequence(reference):
             64**-0.5, past.k_matrix, past.v_matrix, past.k_means, group=1,
         )  # fmt: skip
         assert worst_error(found, problem.reference(loop)) < 1e-5
-
-
-def test_a_decode_kernel_that_falls_back_on_a_gpu_says_why_once(monkeypatch):
-    q = SimpleNamespace(device=torch.device("cuda"), dtype=torch.bfloat16, shape=(1, 2, 64))
-    past = SimpleNamespace(layout=None, pages=torch.zeros(1, 2, 16))
-    monkeypatch.setattr(decode_module, "_library", lambda *_: "no nvcc here")
-    warn_of_triton.cache_clear()
-    with pytest.warns(UserWarning, match="decode attention runs by Triton, which is slower: no nvcc here") as told:
-        assert [decode_module._choose(None, q, past, 0)[0] for _ in range(2)] == ["triton"] * 2
-    assert len(told) == 1
-    with pytest.raises(ResidualQuantError, match="the CUDA decode kernel cannot be used: no nvcc here"):
-        decode_module._choose("cuda", q, past, 0)
-    warn_of_triton.cache_clear()
 
 
 @pytest.mark.parametrize("reference", ["last", "first", "previous", "next", "direct"])
