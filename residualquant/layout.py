@@ -135,10 +135,11 @@ def logical_reads(cfg: KVQuantConfig, layers: int | None = None) -> float:
 def bytes_read_per_step(cfg: KVQuantConfig, head_dim: int, layers: int | None = None) -> float:
     """Bytes read per decode step for all loops of one past token and head, K or V."""
     check_head_dim(cfg, head_dim)
-    return mean(
-        sum(loop_bytes(c, read, head_dim) for loop in range(c.loops) for read in loops_read(c, loop))
-        for c in _by_layer(cfg, layers)
-    )
+    read = []
+    for c in _by_layer(cfg, layers):
+        sizes = [loop_bytes(c, loop, head_dim) for loop in range(c.loops)]
+        read.append(sum(sizes[stored] for loop in range(c.loops) for stored in loops_read(c, loop)))
+    return mean(read)
 
 
 def traffic_ratio(cfg: KVQuantConfig, head_dim: int, layers: int | None = None) -> float:

@@ -28,7 +28,7 @@ from residualquant.models.loading import ARCHITECTURES, config_of, model_folder,
 from residualquant.models.ouro import OuroConfig
 from residualquant.rotation import Rotation
 from residualquant.rotation.calibration import CALIBRATED, load_rotations
-from residualquant.rotation.hadamard import HEAD_DIMS, hadamard_matrix
+from residualquant.rotation.hadamard import hadamard_matrix
 
 NAME = "residualquant"
 RAW_LABEL = "BF16"
@@ -63,7 +63,10 @@ class Settings:
             raise ValueError(f"unknown name in a KV configuration: {', '.join(map(str, unknown))}")
         config, rotations = _config(dict(values), shape), values.get("rotations")
         loop_groups(shape, config)
-        _check_head_dim(config, shape.head_dim)
+        if not config.is_off:
+            check_head_dim(config, shape.head_dim)
+            if config.rotation == "hadamard":
+                hadamard_matrix(shape.head_dim)  # refuses sizes that have none
         if config.layer_bits:
             raise ValueError(f"pages of all layers have one size, got layer_bits={config.layer_bits}")
         if config.sink_tokens or config.recent_tokens:
@@ -99,14 +102,6 @@ def _config(values: dict[str, Any], shape: KVShape) -> KVQuantConfig:
     if loops not in (None, config.loops):
         raise ValueError(f"loops and bits must be of equally many loops, got loops={loops} and bits={config.bits}")
     return config
-
-
-def _check_head_dim(config: KVQuantConfig, head_dim: int) -> None:
-    if config.is_off:
-        return
-    check_head_dim(config, head_dim)
-    if config.rotation == "hadamard" and head_dim not in HEAD_DIMS:
-        hadamard_matrix(head_dim)  # says so
 
 
 @dataclass(frozen=True)

@@ -35,20 +35,22 @@ if __name__ == "__main__":
     chosen = [[step[t].logprob for step, t in zip(o.logprobs, o.token_ids)] for o in outputs]
     print("ANSWERS", json.dumps([tokens, chosen]))
 """
+PROMPTS = [random.Random(n).choices(range(320), k=n) for n in (1, 16, 17, 65, 100)]
 STOCK = {"hf_overrides": {"architectures": ["StockOuroForCausalLM"]}, "enable_prefix_caching": False}
 TWO_PROCESSES = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp", "enforce_eager": True}
 ALL_PROCESSES = {"TORCH_COMPILE_DISABLE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
 COMPILED = {"TORCH_COMPILE_DISABLE": "0"}, "DYNAMO_TRACE_ONCE"
 
 
-@pytest.fixture
-def ask(tmp_path):
+@pytest.fixture(scope="module")
+def ask(tmp_path_factory):
     """Tokens and log-probabilities of a program of its own, which must have said something."""
-    (tmp_path / "program.py").write_text(PROGRAM)
+    program = tmp_path_factory.mktemp("processes") / "program.py"
+    program.write_text(PROGRAM)
 
     def ask(options, prompts, new_tokens, environment, said=""):
         done = subprocess.run(
-            [sys.executable, tmp_path / "program.py"], input=json.dumps([options, prompts, new_tokens]),
+            [sys.executable, program], input=json.dumps([options, prompts, new_tokens]),
             env=os.environ | environment, capture_output=True, text=True, timeout=540,
         )  # fmt: skip
         assert done.returncode == 0, done.stderr[-4000:]
@@ -57,6 +59,21 @@ def ask(tmp_path):
         return json.loads(line.removeprefix("ANSWERS "))
 
     return ask
+
+
+@pytest.fixture(scope="module")
+def tiny_options(tiny_ouro):
+    return {
+        "model": str(tiny_ouro), "dtype": "float32", "skip_tokenizer_init": True, "max_model_len": 256,
+        "max_num_seqs": 8, "block_size": 16,
+    }  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def stock(ask, tiny_options):
+    """What vLLM's own Ouro answers, eager and in the program's process."""
+    options = tiny_options | STOCK | {"enforce_eager": True}
+    return ask(options, PROMPTS, 10, {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"})
 
 
 @pytest.mark.parametrize(
@@ -68,14 +85,8 @@ def ask(tmp_path):
     ],
     ids=["an engine process", "two workers", "compiled"],
 )
-def test_off_is_vllms_own_ouro(tiny_ouro, ask, options, environment, said):
-    prompts = [random.Random(n).choices(range(320), k=n) for n in (1, 16, 17, 65, 100)]
-    defaults = {
-        "model": str(tiny_ouro), "dtype": "float32", "skip_tokenizer_init": True, "max_model_len": 256,
-        "max_num_seqs": 8, "block_size": 16,
-    }  # fmt: skip
-    ours = ask(defaults | {"max_num_batched_tokens": 64} | options, prompts, 10, environment, said)
-    stock = ask(defaults | STOCK | {"enforce_eager": True}, prompts, 10, {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"})
+def test_off_is_vllms_own_ouro(ask, stock, tiny_options, options, environment, said):
+    ours = ask(tiny_options | {"max_num_batched_tokens": 64} | options, PROMPTS, 10, environment, said)
     assert ours[0] == stock[0]
     assert torch.allclose(*(torch.tensor(chosen) for _, chosen in (ours, stock)), rtol=0, atol=1e-4)
 
